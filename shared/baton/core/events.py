@@ -1,0 +1,24 @@
+"""Events every machine knows. What only one service knows stands in that service's package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.core.lifecycles import LeaseState
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """The machine's own deadline was reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseChanged:
+    """This process's lease moved."""
+
+    state: LeaseState
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """SIGTERM or the drain command: take nothing new, finish what runs."""

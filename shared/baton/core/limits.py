@@ -1,0 +1,101 @@
+"""Every bound of the system: its default and what happens at the limit.
+
+Decides numbers only. A limit may be changed in the ``[limits]`` table of the configuration file;
+``docs/limits.md`` is rendered from this class.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All limits. Units are in the names; a docstring line says what happens at the limit."""
+
+    # leases and life
+    lease_ttl_ms: int = 2_000
+    """A process that does not renew for this long is declared lost."""
+    lease_renew_ms: int = 500
+    """How often a lease is renewed and a heartbeat sent."""
+    step_hung_ms: int = 30_000
+    """An engine step older than this counts as hung: the worker exits with an error."""
+    drain_ms: int = 30_000
+    """After SIGTERM running requests may go on this long; then they fail as ``draining``."""
+    peer_silent_ms: int = 2_000
+    """A peer whose link shows no frame for this long is reported lost."""
+
+    # requests
+    queue_requests_max: int = 256
+    """More waiting requests at a router are refused as ``overloaded``."""
+    queue_tokens_max: int = 1_000_000
+    """More waiting prompt tokens at a router are refused as ``overloaded``."""
+    request_deadline_ms: int = 600_000
+    """A request older than this ends as ``expired``."""
+    queue_deadline_ms: int = 60_000
+    """A request that waits longer than this for its first placement is refused."""
+    recovery_ms: int = 8_000
+    """A request whose worker died and that could not be placed again in this time fails."""
+    attempts_max: int = 3
+    """After that many attempts a request fails as ``attempts_exhausted``."""
+    body_bytes_max: int = 8 * 2**20
+    """A larger HTTP body is answered with 413, a larger WebSocket message with close 1009."""
+    choices_max: int = 16
+    """A larger ``n`` is answered with 400."""
+    stops_max: int = 16
+    """More stop strings are answered with 400."""
+    stop_chars_max: int = 1_024
+    """A longer stop string is answered with 400."""
+    logprobs_max: int = 20
+    """A larger ``top_logprobs`` is answered with 400."""
+    sessions_max: int = 1_024
+    """More requests in one gateway are refused as ``overloaded``."""
+    connections_max: int = 2_048
+    """More client connections are answered with 503 and closed."""
+    session_buffer_bytes_max: int = 4 * 2**20
+    """A reader that leaves more than this unread is cut off as ``slow_reader``."""
+    write_stall_ms: int = 30_000
+    """A client that takes nothing for this long is cut off as ``slow_reader``."""
+    keepalive_ms: int = 10_000
+    """A stream silent for this long gets a comment line (SSE) or a ping (WebSocket)."""
+
+    # links between processes
+    frame_bytes_max: int = 16 * 2**20
+    """A larger frame is counted and dropped by ZeroMQ before it is read."""
+    link_unacked_max: int = 4_096
+    """A peer that leaves more messages unacknowledged is reported lost."""
+    link_hwm: int = 1_000
+    """ZeroMQ's own high-water mark per socket; the link resends what did not fit."""
+    link_ack_ms: int = 20
+    """Longest wait before received messages are acknowledged."""
+    link_resend_ms: int = 250
+    """First wait before an unacknowledged message is sent again; doubles up to 2 s."""
+    handshake_ms: int = 5_000
+    """A peer that does not answer the first frame in this time is reported lost and dialled anew."""
+
+    # prefill
+    prefill_queue_max: int = 64
+    """More assignments at one prefill worker are refused as ``queue_full``."""
+    prefill_chunk_tokens: int = 256
+    """Most prompt tokens in one step; shrunk so that a step stays below a quarter of the lease."""
+    ticket_wait_ms: int = 5_000
+    """An assignment whose ticket does not come in this time is given back as failed."""
+
+    # decode
+    batch_sequences_max: int = 32
+    """Most sequences in one decode step; the others wait for a place."""
+    reservations_max: int = 64
+    """More sequences held by one decode worker are refused as ``queue_full``."""
+    growth_tokens: int = 64
+    """Tokens beyond the prompt for which blocks must be free when a request is taken in."""
+    local_prefill_chunk_tokens: int = 128
+    """Most prompt tokens a decode worker computes between two decode steps."""
+    reader_probe_ms: int = 50
+    """How often the lock of a silent writer is looked at while its blocks are in quarantine."""
+
+    # ledger
+    ledger_timeout_ms: int = 1_000
+    """A ledger call without an answer in this time has failed."""
+    ledger_inflight_max: int = 4_096
+    """More unanswered ledger calls fail at once."""
+    terminal_ttl_ms: int = 60_000
+    """A request's record is kept this long after its end."""

@@ -1,0 +1,1 @@
+"""What the shells need from the world, as Protocols; the adapters live in packages beside it."""

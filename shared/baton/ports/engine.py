@@ -1,0 +1,150 @@
+"""The compute engine: one step over a packed batch, K and V straight into arenas.
+
+The contract (``tests/conformance/test_engine.py`` holds the torch engine and the fake to it):
+
+- ``step`` runs in the worker's one engine thread and is never entered twice at once. When it
+  returns, no thread, native pool or device queue will touch any arena on its behalf any more.
+- For each row it computes K and V of ``token_ids`` at positions ``start ..`` and stores them into
+  the row's blocks, in place; it reads the positions before from the same block table. It writes
+  nowhere else.
+- Row invariance: K, V and logits of a token depend only on the tokens before it, never on the other
+  rows, the chunking, which part was cached, or the number of threads; bit for bit.
+- A row with ``sample`` gets the token that follows its last fed one; the sampler is a pure function
+  of (logits, params, prompt, output so far, index).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.core.sampling import SamplingParams
+from baton.wire.messages import TokenLogprob
+
+TokenIds = NDArray[np.int32]
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """Shape of the KV cache. A block is one contiguous ``[layers, 2, tokens, heads, head_dim]``.
+
+    Axis 1 is K, V. The same in every arena, process and kernel; part of the compatibility digest.
+    """
+
+    layers: int
+    heads: int
+    """KV heads."""
+    head_dim: int
+    block_size: int
+    """Tokens a block."""
+    dtype: str
+    """``float32`` or ``bfloat16``."""
+
+    @property
+    def itemsize(self) -> int:
+        return {"float32": 4, "bfloat16": 2}[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * 2 * self.block_size * self.token_bytes_per_axis
+
+    @property
+    def token_bytes_per_axis(self) -> int:
+        """Bytes of one token's K (or V) in one layer."""
+        return self.heads * self.head_dim * self.itemsize
+
+    def describe(self) -> str:
+        """The words that go into the compatibility digest."""
+        return (
+            f"[layers={self.layers}, kv=2, tokens={self.block_size}, heads={self.heads}, "
+            f"head_dim={self.head_dim}] {self.dtype}"
+        )
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the rest of Baton needs to know of a prepared model (its ``baton.json``)."""
+
+    name: str
+    digest: str
+    """Hex digest of weights and configuration."""
+    tokenizer_digest: str
+    architecture: str
+    vocab_size: int
+    context_max: int
+    """Most tokens of prompt + output."""
+    eos_ids: tuple[int, ...]
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    parameters: int
+    created: int = 0
+    proof: dict[str, Any] = {}
+    """What the preparation's proof measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Sample the token after this row's last one.
+
+    ``prompt`` and ``output`` are what penalties and bad words look at: all ids before ``index``.
+    """
+
+    params: SamplingParams
+    index: int
+    """Output index of the token to sample, the third key of the generator."""
+    prompt: TokenIds
+    output: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step."""
+
+    request_id: str
+    token_ids: TokenIds
+    """int32 [n], n >= 1: the tokens to compute."""
+    start: int
+    """Absolute position of ``token_ids[0]``; everything before it is in the blocks already."""
+    blocks: TokenIds
+    """int32 [>= ceil((start + n) / block_size)]: physical block of each logical one."""
+    arena: str
+    """Key given to ``attach``."""
+    sample: SampleSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sampled token."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+class Engine(Protocol):
+    """The compute engine of one worker process."""
+
+    info: ModelInfo
+    layout: KVLayout
+    kernels: str
+    """Name of the kernel set, part of the compatibility digest."""
+
+    def attach(self, arena: str, blocks: memoryview) -> None:
+        """Make ``blocks`` (writable, ``n_blocks * layout.block_bytes``) usable as ``arena``."""
+        ...
+
+    def detach(self, arena: str) -> None:
+        """Drop every view of ``arena``; afterwards its memory may be unmapped."""
+        ...
+
+    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        """Compute one packed batch; one result a row, ``None`` where nothing was to be sampled."""
+        ...
+
+    def warm_up(self) -> None:
+        """Run what the first request would otherwise pay for (allocations, kernel choice)."""
+        ...

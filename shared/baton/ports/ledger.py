@@ -1,0 +1,169 @@
+"""The ledger: leases and request records, one transition a call.
+
+Ops are values, so that machines can ask for them (a command) and get the answer (an event). The
+adapters (Redis with one Lua script per op; the simulator's) are held to the same conformance tests.
+
+Rules every adapter keeps (DESIGN 4.10, 4.11):
+
+- Every op is idempotent by (request, epoch, operation id): repeating one whose answer was lost
+  returns the same answer and changes nothing.
+- Epochs compare and set: an op with an epoch below the record's changes nothing and answers
+  :class:`Conflict` with the record's epoch and state.
+- A terminal record never changes; it is kept for ``terminal_ttl_ms``.
+- Lease deadlines are scores read with the ledger's own clock, never key TTLs.
+- A new or empty ledger is *in rebuild* for one lease TTL; nobody is declared lost meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from baton.core.ids import Member, Peer
+from baton.core.lifecycles import RequestState
+from baton.core.outcomes import Outcome
+from baton.wire.messages import RequestSpec
+
+
+class Op(msgspec.Struct, frozen=True, tag=True):
+    """Base of all transitions."""
+
+
+class AcquireLease(Op, frozen=True):
+    """Register this incarnation and hold its lease. A newer incarnation of the same worker_id
+    replaces the older one, whose renewals answer :class:`LeaseLost` from then on."""
+
+    member: Member
+    ttl_ms: int
+
+
+class RenewLease(Op, frozen=True):
+    """Prolong the lease, and sweep: expired leases become lost."""
+
+    peer: Peer
+    ttl_ms: int
+
+
+class ReleaseLease(Op, frozen=True):
+    """Leave the registry in good order."""
+
+    peer: Peer
+
+
+class AdmitRequest(Op, frozen=True):
+    """RECEIVED -> ADMITTED at epoch 1, or the record that is there (create-or-return)."""
+
+    spec: RequestSpec
+    router: Peer
+
+
+class PlaceRequest(Op, frozen=True):
+    """ADMITTED -> PLACED; counts the attempt before work starts."""
+
+    request_id: str
+    epoch: int
+    router: Peer
+    decode: Peer
+    prefill: Peer | None
+
+
+class AdvanceRequest(Op, frozen=True):
+    """To PREFILLING, COMMITTED or DECODING, by the worker that does it."""
+
+    request_id: str
+    epoch: int
+    state: RequestState
+    by: Peer
+
+
+class RetryRequest(Op, frozen=True):
+    """Any live state at ``epoch`` -> ADMITTED at ``epoch + 1``: its owner is lost."""
+
+    request_id: str
+    epoch: int
+    router: Peer
+
+
+class EndRequest(Op, frozen=True):
+    """To the terminal state of ``outcome``: the one compare-and-set that ends a request."""
+
+    request_id: str
+    epoch: int
+    outcome: Outcome
+    by: Peer
+
+
+AnyOp = (
+    AcquireLease
+    | RenewLease
+    | ReleaseLease
+    | AdmitRequest
+    | PlaceRequest
+    | AdvanceRequest
+    | RetryRequest
+    | EndRequest
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseHeld:
+    """Answer to acquire and renew."""
+
+    ledger_id: str
+    """Random; another one means another (or an emptied) ledger."""
+    rebuilding: bool
+    members: tuple[Member, ...]
+    """Every process whose lease is held now, the caller included."""
+    lost: tuple[Peer, ...] = ()
+    """Incarnations this very call found expired."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """The lease is not this incarnation's any more (expired and swept, or replaced)."""
+
+    ledger_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The transition is in effect (now, or since an earlier identical call)."""
+
+    epoch: int
+    state: RequestState
+    attempts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Nothing changed; this is what the record says. ``state`` is ``None``: no such record."""
+
+    epoch: int
+    state: RequestState | None
+    outcome: Outcome | None = None
+
+
+Reply = LeaseHeld | LeaseLost | Done | Conflict
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """The ledger did not answer. The transition may or may not be in effect: repeat it."""
+
+    reason: str
+
+
+class Ledger(Protocol):
+    """One per process; one pipelining writer behind it."""
+
+    def call(self, op: AnyOp, done: Callable[[Reply | Unavailable], None]) -> None:
+        """Queue ``op``. ``done`` is called once, on the loop's thread, never from within
+        ``call``; calls are executed in the order they were made."""
+        ...
+
+    async def close(self) -> None:
+        """Wait for what is in flight (at most ``ledger_timeout_ms``) and close the connection."""
+        ...

@@ -1,0 +1,1 @@
+"""What travels between processes: message types, framing, codec. Pure."""
