@@ -70,7 +70,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link_resend_ms: int = 250
     """First wait before an unacknowledged message is sent again; doubles up to 2 s."""
     handshake_ms: int = 5_000
-    """A peer that does not answer the first frame in this time is reported lost and dialled anew."""
+    """A peer that does not answer the first frame in this time is lost, and dialled anew."""
 
     # prefill
     prefill_queue_max: int = 64
