@@ -125,6 +125,21 @@ class Sampled:
     logprob: TokenLogprob | None = None
 
 
+class StepFailed(RuntimeError):
+    """Some rows of a step have no result (NaN logits, KV that is provably wrong).
+
+    Nothing is half done: K and V of every row are stored, and the rows that are not named may be
+    stepped again in place, with the same result.
+    """
+
+    def __init__(self, message: str, request_ids: tuple[str, ...], *, retryable: bool) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids
+        """The rows to blame."""
+        self.retryable = retryable
+        """Whether another worker may succeed (its memory is another) or the request is at fault."""
+
+
 class Engine(Protocol):
     """The compute engine of one worker process."""
 
@@ -142,7 +157,11 @@ class Engine(Protocol):
         ...
 
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        """Compute one packed batch; one result a row, ``None`` where nothing was to be sampled."""
+        """Compute one packed batch; one result a row, ``None`` where nothing was to be sampled.
+
+        Raises:
+            StepFailed: rows without a result, by name.
+        """
         ...
 
     def warm_up(self) -> None:
