@@ -42,6 +42,8 @@ class Reason(StrEnum):
     NO_BLOCKS = "no_blocks"
     QUEUE_FULL = "queue_full"
     SUSPECT = "suspect"
+    NO_LINK = "no_link"
+    """A link this placement needs (to the gateway, to prefill) is not open yet."""
     STALE_EPOCH = "stale_epoch"
     # failures
     WORKER_LOST = "worker_lost"

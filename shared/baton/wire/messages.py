@@ -202,6 +202,22 @@ class ArenaRef(msgspec.Struct, frozen=True):
     owner: Peer
 
 
+class ArenaOffered(Message, frozen=True):
+    """decode -> prefill, once a link is open: map this; tickets will name it."""
+
+    arena: ArenaRef
+
+
+class ArenaMapped(Message, frozen=True):
+    """prefill -> decode: mapped, and my lock is on it. Decode looks at the lock before it believes.
+
+    ``error`` says why it could not be mapped; such a pair gets no tickets.
+    """
+
+    file_id: str
+    error: str = ""
+
+
 class TicketBlock(msgspec.Struct, frozen=True, array_like=True):
     """One pair of the ticket: never a bare position."""
 
@@ -345,6 +361,8 @@ AnyMessage = (
     | WorkFailed
     | CancelWork
     | WorkerStatus
+    | ArenaOffered
+    | ArenaMapped
     | Ticket
     | ChunkAnnounced
     | PrefillCommitted
