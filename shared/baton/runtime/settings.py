@@ -1,0 +1,182 @@
+"""Every setting: its name, type, default and meaning, in one frozen Struct a section.
+
+Decides names and single values only; where values come from and whether they fit together is
+``baton.runtime.config``. ``docs/configuration.md`` is rendered from these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from baton.core.limits import Limits
+
+Count = Annotated[int, Meta(ge=0, le=256)]
+Positive = Annotated[int, Meta(ge=1, le=256)]
+Cores = tuple[Annotated[int, Meta(ge=0, le=4095)], ...]
+Millis = Annotated[float, Meta(ge=0.0, le=600_000.0)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all sections."""
+
+
+class ClusterConfig(Section, frozen=True):
+    """Which processes there are."""
+
+    name: Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,31}$")] = "baton"
+    """Name of this cluster: small letters, digits and dashes, at most 32."""
+    run_dir: str = ""
+    """Directory of sockets and logs, mode 0700. Empty: below `$XDG_RUNTIME_DIR` or `/tmp`."""
+    mode: Literal["split", "colocated"] = "split"
+    """`split`: prefill and decode in separate processes; `colocated`: decode workers do both."""
+    prefill: Count = 1
+    """Prefill processes (split mode; none are started in colocated mode)."""
+    decode: Positive = 1
+    """Decode processes."""
+    routers: Positive = 1
+    """Router processes."""
+    gateways: Positive = 1
+    """Gateway processes; they share one listening socket."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Events below this level are not logged."""
+
+
+class ModelConfig(Section, frozen=True):
+    """Which model is served."""
+
+    path: Annotated[str, Meta(min_length=1)] = "smollm2-135m-instruct"
+    """A prepared model's name, a directory, or a Hugging Face name."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights, activations and KV. `auto`: bfloat16 where the CPU computes it natively."""
+    name: str = ""
+    """Name that clients use. Empty: the model's own."""
+    cache_dir: str = ""
+    """Where prepared models are kept. Empty: `$XDG_CACHE_HOME/baton` or `~/.cache/baton`."""
+
+
+class EngineConfig(Section, frozen=True):
+    """What computes."""
+
+    kind: Literal["torch", "fake"] = "torch"
+    """`torch`: the model; `fake`: a deterministic stand-in for tests and load on the protocol."""
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Compute threads a worker. 0: its share of the cores."""
+
+
+class FakeConfig(Section, frozen=True):
+    """Knobs of the fake engine; without effect on the real one."""
+
+    forced: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    """Output ids, in order, of every request. Empty: a function of the ids before."""
+    step_ms: Millis = 0.0
+    """How long one step takes at least."""
+    prefill_token_us: Millis = 0.0
+    """How long one prompt token takes, in microseconds."""
+    write_ms: Millis = 0.0
+    """Pause between the writes of two KV blocks."""
+    warm_up_ms: Millis = 0.0
+    """How long the start takes."""
+    hold: tuple[str, ...] = ()
+    """Stop points at which the process stops itself (SIGSTOP), such as `P.after_write`."""
+    kill: tuple[str, ...] = ()
+    """Stop points at which the process kills itself (SIGKILL), such as `D.step:3`."""
+
+
+class ArenaConfig(Section, frozen=True):
+    """The shared memory that holds the KV blocks."""
+
+    dir: Annotated[str, Meta(pattern="^/")] = "/dev/shm"
+    """Directory of the arena files, on a memory file system."""
+    size_mb: Annotated[int, Meta(ge=0)] = 0
+    """MiB for each decode worker. 0: what fits; a size that does not fit is an error at start."""
+    block_size: Literal[8, 16, 32, 64] = 16
+    """Tokens a block."""
+
+
+class LedgerConfig(Section, frozen=True):
+    """Where requests, owners and leases are recorded."""
+
+    url: str = ""
+    """`redis://`, `rediss://` or `unix://` URL. Empty: a server of the cluster's own."""
+    pool: Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,31}$")] = "default"
+    """Name of the pool: the hash tag of all keys. Clusters that share a server need two names."""
+
+
+class GatewayConfig(Section, frozen=True):
+    """What clients see."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; anything but loopback should go with `api_keys`."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    """TCP port. 0: one that the kernel chooses."""
+    uds: str = ""
+    """Path of a Unix socket to listen on instead of `host` and `port`."""
+    api_keys: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    """Keys that clients may use. Empty: no key is asked for."""
+    root_path: Annotated[str, Meta(pattern="^(/.*[^/])?$")] = ""
+    """Path prefix that a proxy in front strips or passes, such as `/llm`."""
+    cors_origins: tuple[str, ...] = ()
+    """Web origins allowed to call from a browser; `*` for all."""
+
+
+class RouterConfig(Section, frozen=True):
+    """How requests are placed."""
+
+    local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Prompts up to this length are computed by the decode worker itself."""
+
+
+class CoresConfig(Section, frozen=True):
+    """Which process runs on which core."""
+
+    pin: Literal["auto", "off"] = "auto"
+    """`auto`: decode has cores of its own where there are two or more; `off`: no pinning."""
+    prefill: Cores = ()
+    """Cores of the prefill processes. Empty: chosen."""
+    decode: Cores = ()
+    """Cores of the decode processes. Empty: chosen."""
+    rest: Cores = ()
+    """Cores of routers, gateways and ledger. Empty: those of prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings, and where each came from."""
+
+    cluster: ClusterConfig
+    model: ModelConfig
+    engine: EngineConfig
+    fake: FakeConfig
+    arena: ArenaConfig
+    ledger: LedgerConfig
+    gateway: GatewayConfig
+    router: RouterConfig
+    cores: CoresConfig
+    limits: Limits
+    path: Path | None
+    """The file that was read, absolute; ``None``: none."""
+    sources: Mapping[str, str]
+    """``section.key`` -> ``default``, ``file:<path>`` or ``env:<VARIABLE>``."""
+
+
+SECTIONS: Mapping[str, type[msgspec.Struct]] = {
+    "cluster": ClusterConfig,
+    "model": ModelConfig,
+    "engine": EngineConfig,
+    "fake": FakeConfig,
+    "arena": ArenaConfig,
+    "ledger": LedgerConfig,
+    "gateway": GatewayConfig,
+    "router": RouterConfig,
+    "cores": CoresConfig,
+    "limits": Limits,
+}
+
+#: Values that ``baton config show`` and logs must not repeat.
+SECRET = frozenset({"gateway.api_keys", "ledger.url"})
