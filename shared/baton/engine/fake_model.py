@@ -1,0 +1,105 @@
+"""A prepared-model folder for the fake engine, small enough to write at every start.
+
+Decides the fake model's names and sizes. Its tokenizer is a real ``tokenizers`` file: byte-level
+without merges, so that token id and byte value are the same number and every text is encodable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.engine.fake import EOS_ID
+from baton.engine.info import INFO_FILE
+from baton.ports.engine import ModelInfo
+
+VOCAB_SIZE = 259
+_SPECIAL = {"<|eos|>": EOS_ID, "<|im_start|>": 257, "<|im_end|>": 258}
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def fake_info(*, context_max: int = 8_192, layers: int = 2, kv_heads: int = 2) -> ModelInfo:
+    """Return the fake model's :class:`ModelInfo`; what differs changes the digest."""
+    sizes = f"{context_max} {layers} {kv_heads}"
+    return ModelInfo(
+        name="fake",
+        digest=hashlib.sha256(f"fake {sizes}".encode()).hexdigest(),
+        tokenizer_digest=hashlib.sha256(_tokenizer()).hexdigest(),
+        architecture="Fake",
+        vocab_size=VOCAB_SIZE,
+        context_max=context_max,
+        eos_ids=(EOS_ID, _SPECIAL["<|im_end|>"]),
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=8,
+        hidden_size=8,
+        parameters=0,
+    )
+
+
+def write_fake_model(folder: Path) -> ModelInfo:
+    """Write ``tokenizer.json``, the chat template and ``baton.json`` into ``folder``."""
+    info = fake_info()
+    folder.mkdir(parents=True, exist_ok=True)
+    template = {"chat_template": _CHAT_TEMPLATE, "eos_token": "<|eos|>"}
+    generation = {"eos_token_id": list(info.eos_ids)}
+    (folder / "tokenizer.json").write_bytes(_tokenizer())
+    (folder / "tokenizer_config.json").write_bytes(msgspec.json.encode(template))
+    (folder / "generation_config.json").write_bytes(msgspec.json.encode(generation))
+    (folder / INFO_FILE).write_bytes(msgspec.json.encode(info))
+    return info
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's printable stand-in of each byte, as the ByteLevel pre-tokenizer emits it."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _tokenizer() -> bytes:
+    added = [
+        {
+            "id": token_id,
+            "content": text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for text, token_id in _SPECIAL.items()
+    ]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": _byte_alphabet(),
+        "merges": [],
+    }
+    document: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": level | {"use_regex": False},
+        "post_processor": None,
+        "decoder": level | {"use_regex": True},
+        "model": model,
+    }
+    return msgspec.json.encode(document)
