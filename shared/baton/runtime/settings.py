@@ -72,20 +72,16 @@ class EngineConfig(Section, frozen=True):
 class FakeConfig(Section, frozen=True):
     """Knobs of the fake engine; without effect on the real one."""
 
-    forced: tuple[Annotated[int, Meta(ge=0)], ...] = ()
-    """Output ids, in order, of every request. Empty: a function of the ids before."""
+    prefill_ms: Millis = 0.0
+    """How long one prompt chunk takes."""
     step_ms: Millis = 0.0
-    """How long one step takes at least."""
-    prefill_token_us: Millis = 0.0
-    """How long one prompt token takes, in microseconds."""
+    """How long one decode step takes, whatever its batch."""
     write_ms: Millis = 0.0
-    """Pause between the writes of two KV blocks."""
-    warm_up_ms: Millis = 0.0
-    """How long the start takes."""
-    hold: tuple[str, ...] = ()
-    """Stop points at which the process stops itself (SIGSTOP), such as `P.after_write`."""
-    kill: tuple[str, ...] = ()
-    """Stop points at which the process kills itself (SIGKILL), such as `D.step:3`."""
+    """Pause between two KV block writes of a prompt chunk."""
+    eos_every: Annotated[int, Meta(ge=0)] = 0
+    """On average every so many tokens the output ends by itself. 0: never unasked."""
+    stops_dir: str = ""
+    """Folder of stop point triggers (see `baton.engine.stop_points`). Empty: none. Tests only."""
 
 
 class ArenaConfig(Section, frozen=True):

@@ -1,0 +1,170 @@
+"""Every metric: its name, meaning, labels and buckets.
+
+Decides names and the values a label may take; anything else is counted as ``other``, so that the
+number of series has a bound (no request id, path or model name from a client ever is a label).
+``docs/metrics.md`` is rendered from here. Names are written without the prefix ``baton_``; all
+metrics have the labels ``role``, ``worker`` and ``model_name``. Base units: seconds, bytes, tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from baton.core.lifecycles import BlockState, LeaseState, RequestState
+from baton.core.outcomes import Ending, Reason
+from baton.ports import ledger
+
+OTHER = "other"
+
+#: 1 to 10 ms in single milliseconds, then up to ten seconds: gaps between tokens.
+GAPS = (
+    *(n / 1000 for n in range(1, 11)),
+    *(0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0),
+    10.0,
+)
+#: Waiting and computing on the way to the first token.
+PHASES = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+#: What should stay below a millisecond.
+SHORT = (
+    *(0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01),
+    *(0.02, 0.05, 0.1, 0.25, 1.0),
+)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric family."""
+
+    name: str
+    kind: Literal["counter", "histogram", "gauge"]
+    help: str
+    labels: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Label -> values it may take; others become ``other``."""
+    buckets: tuple[float, ...] = ()
+
+
+def _values(values: Iterable[str]) -> frozenset[str]:
+    return frozenset(values)
+
+
+REASONS = _values(reason.value for reason in Reason)
+ENDINGS = _values(ending.value for ending in Ending)
+BLOCK_STATES = _values(state.name.lower() for state in BlockState)
+REQUEST_STATES = _values(state.value for state in RequestState)
+LEASE_STATES = _values(state.value for state in LeaseState)
+OPS = _values(cls.__name__ for cls in ledger.Op.__subclasses__())
+STEP_KINDS = _values(("prefill", "decode", "mixed", "warm_up"))
+LOST = _values(("died", "silent", "unacked", "goodbye", "superseded", "handshake", "hung_up"))
+DROPPED = _values(
+    ("malformed", "truncated", "oversized", "version", "addressee", "stale", "unknown_peer")
+)
+STALE = _values(("epoch", "incarnation", "index", "unknown"))
+PATHS = _values(
+    (
+        *("chat_completions", "completions", "responses", "models", "health", "live", "metrics"),
+        *("playground", "tokenize", "detokenize", "version", "websocket"),
+    )
+)
+STATUSES = _values(("1xx", "2xx", "3xx", "4xx", "5xx"))
+
+
+def _counter(name: str, text: str, **labels: frozenset[str]) -> Metric:
+    return Metric(name, "counter", text, labels)
+
+
+def _gauge(name: str, text: str, **labels: frozenset[str]) -> Metric:
+    return Metric(name, "gauge", text, labels)
+
+
+def _histogram(
+    name: str, text: str, buckets: tuple[float, ...], **labels: frozenset[str]
+) -> Metric:
+    return Metric(name, "histogram", text, labels, buckets)
+
+
+_ALL = (
+    # requests
+    _counter(
+        "requests_total",
+        "Requests that ended, by outcome and reason (empty for completed ones).",
+        outcome=ENDINGS,
+        reason=REASONS | {""},
+    ),
+    _counter("requests_refused_total", "Requests refused before any work.", reason=REASONS),
+    _counter("requests_admitted_total", "Requests taken in by a router."),
+    _counter("attempts_total", "Placements, the first of each request included."),
+    _counter("attempts_failed_total", "Placements that gave no result.", reason=REASONS),
+    _counter("preemptions_total", "Sequences put back to free blocks for others."),
+    _counter("prompt_tokens_total", "Prompt tokens of requests taken in."),
+    _counter("generation_tokens_total", "Output tokens computed."),
+    _gauge("num_requests_running", "Requests somebody computes for now."),
+    _gauge("num_requests_waiting", "Requests waiting for a place."),
+    _gauge("queue_tokens", "Prompt tokens waiting for a place."),
+    # phases of a request
+    _histogram("request_queue_seconds", "From admission to the first placement.", PHASES),
+    _histogram("request_prefill_seconds", "From assignment to the commit.", PHASES),
+    _histogram("request_decode_seconds", "From decode's admission to its last token.", PHASES),
+    _histogram("request_seconds", "From submission to the terminal outcome.", PHASES),
+    _histogram("first_decode_seconds", "From decode's admission to its first token.", GAPS),
+    _histogram(
+        "time_to_first_token_seconds", "From the request's arrival to its first token.", PHASES
+    ),
+    _histogram("inter_token_latency_seconds", "Gap between consecutive tokens.", GAPS),
+    _histogram(
+        "time_per_output_token_seconds", "Mean time per output token after the first.", GAPS
+    ),
+    # hand-over
+    _histogram("handover_seconds", "From prefill's last write to decode's admission of it.", SHORT),
+    _counter("handover_bytes_total", "KV bytes that prefill wrote into decode's arena."),
+    _counter("handovers_total", "Hand-overs that decode admitted."),
+    _counter("handovers_failed_total", "Hand-overs that were given up.", reason=REASONS),
+    _counter(
+        "kv_copied_bytes_total",
+        "KV bytes copied between prefill's and decode's attention; stays 0 on one host.",
+    ),
+    _histogram("verify_seconds", "Checking the checksums of one announcement.", SHORT),
+    _counter("integrity_failures_total", "Blocks whose bytes did not match their checksum."),
+    _counter("stale_messages_total", "Messages refused by epoch, owner or index.", kind=STALE),
+    # blocks
+    _gauge("blocks", "Blocks of the arena by state.", state=BLOCK_STATES),
+    _gauge("kv_cache_usage_ratio", "Blocks that a reservation could not get, of all."),
+    _gauge("quarantined_blocks", "Blocks that wait for their writer's end."),
+    _gauge("arena_bytes", "Size of the arena."),
+    _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
+    _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    # engine
+    _histogram("engine_step_seconds", "One engine step.", GAPS, kind=STEP_KINDS),
+    _histogram("engine_step_tokens", "Tokens computed in one step.", TOKENS, kind=STEP_KINDS),
+    _histogram("engine_step_rows", "Sequences in one step.", TOKENS[:9], kind=STEP_KINDS),
+    _gauge("engine_threads", "Compute threads of this process."),
+    _gauge("cores", "Cores this process may run on."),
+    # ledger and links
+    _counter("ledger_calls_total", "Ledger transitions asked for.", op=OPS),
+    _histogram("ledger_call_seconds", "From asking for a transition to its answer.", SHORT),
+    _counter("ledger_unavailable_total", "Transitions the ledger did not answer.", op=OPS),
+    _counter("ledger_conflicts_total", "Transitions refused by epoch or state.", op=OPS),
+    _gauge("lease_state", "1 for the state this process's lease is in.", state=LEASE_STATES),
+    _counter("leases_lost_total", "Leases of this process that ended unasked."),
+    _counter("frames_dropped_total", "Frames that were not handled.", reason=DROPPED),
+    _counter("messages_resent_total", "Messages sent again on a link."),
+    _counter("peers_lost_total", "Links that ended.", reason=LOST),
+    _counter("peers_refused_total", "Processes refused because the pair does not fit."),
+    _gauge("peers", "Open links."),
+    _gauge("unacked_messages", "Messages sent and not yet acknowledged."),
+    # gateway
+    _counter("http_requests_total", "HTTP requests answered.", path=PATHS, status=STATUSES),
+    _gauge("client_connections", "Open client connections."),
+    _gauge("client_streams", "Streams being sent to clients."),
+    _gauge("session_buffer_bytes", "Bytes that slow clients have not taken yet."),
+    _counter("tokens_sent_total", "Output tokens sent to clients."),
+    _counter("token_gaps_total", "Times a gap in a token stream was asked for again."),
+)
+
+CATALOGUE: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
+assert len(CATALOGUE) == len(_ALL), "two metrics with one name"
