@@ -33,6 +33,8 @@ class BlockMark:
     chain: bytes = b""
     """Prefix-chain hash (16 bytes) of the tokens up to and including this block, if sealed."""
     filled: int = 0
+    request_key: int = 0
+    """64 bits that name the request to people and audits; no rule rests on it. 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
