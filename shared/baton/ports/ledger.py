@@ -6,7 +6,7 @@ adapters (Redis with one Lua script per op; the simulator's) are held to the sam
 Rules every adapter keeps (DESIGN 4.10, 4.11):
 
 - Every op is idempotent by (request, epoch, operation id): repeating one whose answer was lost
-  returns the same answer and changes nothing.
+  returns the same answer and changes nothing. The operation id is the op's content (:func:`op_id`).
 - Epochs compare and set: an op with an epoch below the record's changes nothing and answers
   :class:`Conflict` with the record's epoch and state.
 - A terminal record never changes; it is kept for ``terminal_ttl_ms``.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import msgspec
 
@@ -34,7 +34,10 @@ class Op(msgspec.Struct, frozen=True, tag=True):
 
 class AcquireLease(Op, frozen=True):
     """Register this incarnation and hold its lease. A newer incarnation of the same worker_id
-    replaces the older one, whose renewals answer :class:`LeaseLost` from then on."""
+    replaces the older one, whose renewals answer :class:`LeaseLost` from then on.
+
+    Newer is who acquired later, whatever the numbers. :class:`LeaseLost` in answer to an acquire
+    means: a newer incarnation has replaced this one for good."""
 
     member: Member
     ttl_ms: int
@@ -48,20 +51,24 @@ class RenewLease(Op, frozen=True):
 
 
 class ReleaseLease(Op, frozen=True):
-    """Leave the registry in good order."""
+    """Leave the registry in good order; answered with :class:`LeaseLost`, as is its repetition."""
 
     peer: Peer
 
 
 class AdmitRequest(Op, frozen=True):
-    """RECEIVED -> ADMITTED at epoch 1, or the record that is there (create-or-return)."""
+    """RECEIVED -> ADMITTED at epoch 1, or the record that is there (create-or-return).
+
+    :class:`Done` with the record's epoch and state if it is live and this router's (so it may go
+    on), :class:`Conflict` if it is another router's, or terminal (with the outcome)."""
 
     spec: RequestSpec
     router: Peer
 
 
 class PlaceRequest(Op, frozen=True):
-    """ADMITTED -> PLACED; counts the attempt before work starts."""
+    """ADMITTED -> PLACED; counts the attempt before work starts. Only by the record's router; to
+    place again (refused by decode, pre-empted) :class:`RetryRequest` comes first."""
 
     request_id: str
     epoch: int
@@ -71,7 +78,8 @@ class PlaceRequest(Op, frozen=True):
 
 
 class AdvanceRequest(Op, frozen=True):
-    """To PREFILLING, COMMITTED or DECODING, by the worker that does it."""
+    """To PREFILLING, COMMITTED or DECODING, by the worker that does it: the record's decode or
+    prefill incarnation, anybody else gets :class:`Conflict`. So does an illegal move."""
 
     request_id: str
     epoch: int
@@ -94,6 +102,19 @@ class EndRequest(Op, frozen=True):
     epoch: int
     outcome: Outcome
     by: Peer
+
+
+def op_id(op: PlaceRequest | AdvanceRequest | RetryRequest) -> str:
+    """Return what tells a repetition from another op on the same request and epoch."""
+    match op:
+        case PlaceRequest():
+            return f"place:{op.router}:{op.decode}:{op.prefill or ''}"
+        case AdvanceRequest():
+            return f"advance:{op.state}:{op.by}"
+        case RetryRequest():
+            return f"retry:{op.router}"
+        case _:
+            assert_never(op)
 
 
 AnyOp = (
