@@ -1,0 +1,99 @@
+# Baton's commands; `make help` lists them. Paths are relative and quoted, so a checkout may lie
+# anywhere: in a path with spaces or of 150 characters, twice side by side.
+
+SHELL := /bin/sh
+.SHELLFLAGS := -euc
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV_PYTHON := .venv/bin/python
+BATON := $(VENV_PYTHON) -m baton.cli.main
+PYTEST := $(VENV_PYTHON) -m pytest
+# Tests and tools must not start more threads than the machine has cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help
+help: ## list these commands
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+# --- serving ------------------------------------------------------------------------------------
+
+.PHONY: run
+run: install model ## start a cluster, stream an answer, serve until Ctrl-C (ONESHOT=1: stop after it)
+	@exec $(BATON) run --end-with-parent $(if $(ONESHOT),--oneshot)
+
+.PHONY: up
+up: install model ## start a cluster in the background, under supervisor
+	@exec $(BATON) up
+
+.PHONY: down
+down: ## stop it, and say so if anything is left behind
+	@if [ -x $(VENV_PYTHON) ]; then exec $(BATON) down; else echo "nothing installed, nothing runs"; fi
+
+.PHONY: status
+status: install ## show processes, leases, blocks and queues
+	@exec $(BATON) status
+
+.PHONY: chat
+chat: install ## talk to the running cluster in the terminal
+	@exec $(BATON) chat
+
+.PHONY: logs
+logs: install ## print the newest lines of all logs
+	@exec $(BATON) logs
+
+# --- proving ------------------------------------------------------------------------------------
+
+.PHONY: test
+test: install-dev model ## prove a commit: unit, simulation, conformance, integration (< 15 minutes)
+	@exec $(PYTEST) -m "not slow" $(ARGS)
+
+.PHONY: test-all
+test-all: install-dev model ## the same and the slow tests
+	@exec $(PYTEST) $(ARGS)
+
+.PHONY: lint
+lint: install-dev ## style (ruff) and import rules (import-linter)
+	@$(VENV_PYTHON) -m ruff check .
+	@$(VENV_PYTHON) -m ruff format --check .
+	@PYTHONPATH=shared:services $(VENV_PYTHON) -c 'from importlinter.cli import lint_imports_command as lint; lint()'
+
+.PHONY: types
+types: install-dev ## strict types (mypy)
+	@MYPYPATH=shared:services exec $(VENV_PYTHON) -m mypy -p baton
+
+.PHONY: bench
+bench: install model ## measure hand-over and interference; tables go to benchmarks/
+	@exec $(VENV_PYTHON) -m baton.bench $(ARGS)
+
+.PHONY: ci
+ci: ## what continuous integration runs
+	@exec bash .ci/run
+
+# --- environment --------------------------------------------------------------------------------
+
+.PHONY: install
+install: ## make .venv with pinned dependencies (TORCH_SPEC=... chooses another torch)
+	@$(PYTHON) scripts/install.py
+
+.PHONY: install-dev
+install-dev: ## the same, and what tests, lint and types need
+	@$(PYTHON) scripts/install.py dev
+
+.PHONY: model
+model: install ## fetch and prepare the model, once
+	@exec $(BATON) model prepare
+
+.PHONY: lock
+lock: install-dev ## write requirements*.lock anew from pyproject.toml
+	@exec $(VENV_PYTHON) scripts/lock.py
+
+.PHONY: format
+format: install-dev ## format the code and sort imports
+	@$(VENV_PYTHON) -m ruff check --fix .
+	@$(VENV_PYTHON) -m ruff format .
+
+.PHONY: clean
+clean: down ## stop the cluster; remove .venv and tool caches (prepared models stay)
+	@rm -rf .venv .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build
