@@ -1,0 +1,275 @@
+"""The receiving side of the hand-over: tickets, verification, commit, quarantine.
+
+Decides when a block that a remote writer filled may be read, and when memory that a writer might
+still touch may be used again. A token is computed from a block only after its checksum verified
+against the ids it must stand for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.core.ids import Peer
+from baton.decode.io import ProbeWriter, VerifyBlocks
+from baton.decode.sequence import Sequence, Stage
+from baton.decode.state import State
+from baton.ports.channel import BlockCheck
+from baton.wire.messages import (
+    ArenaMapped,
+    ArenaOffered,
+    BlockSum,
+    ChunkAnnounced,
+    PrefillCommitted,
+    Ticket,
+    TicketBlock,
+    TicketRevoked,
+)
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class TicketRecord:
+    """A ticket that is out: what its writer may touch. Outlives the sequence."""
+
+    writer: Peer
+    held: tuple[int, ...]
+    """Blocks pinned on the writer's behalf, read or written."""
+    writes: dict[int, int]
+    """Logical -> block, to be filled."""
+    generations: dict[int, int]
+    announced: set[int] = field(default_factory=set)
+    verified: set[int] = field(default_factory=set)
+    commit: PrefillCommitted | None = None
+    revoked: bool = False
+
+
+class Handover:
+    """All tickets of one decode worker; at most ``reservations_max`` live plus those revoked."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.tickets: dict[Key, TicketRecord] = {}
+        #: Writers whose lock was seen: only they get tickets.
+        self.writers: set[Peer] = set()
+        #: Offered, answered "mapped", lock not yet seen.
+        self.claims: dict[int, Peer] = {}
+        #: Incarnations that are gone from the links but not yet proven dead.
+        self.condemned: dict[int, Peer] = {}
+        self.probe_at: float | None = None
+
+    # --- writers ------------------------------------------------------------------------------
+
+    def offer(self, peer: Peer) -> None:
+        """A prefill worker is there: let it map the arena before its first ticket."""
+        self.state.send(peer, ArenaOffered(self.state.arena))
+
+    def mapped(self, peer: Peer, message: ArenaMapped) -> None:
+        """It says it locked and mapped; believe the kernel, not the message."""
+        if message.file_id != self.state.arena.file_id:
+            return
+        if message.error:
+            self.state.note("writer_refused", writer=str(peer), error=message.error)
+            return
+        self.claims[peer.incarnation] = peer
+        self.state.emit(ProbeWriter(peer.incarnation))
+
+    def writer_lost(self, peer: Peer, now: float) -> list[Sequence]:
+        """Its link is over. Return the sequences that waited for it; their blocks stay held."""
+        self.writers.discard(peer)
+        self.claims.pop(peer.incarnation, None)
+        keys = self._still_writing(peer)
+        if keys:
+            self.condemned[peer.incarnation] = peer
+            self.probe_at = now
+        waiting = []
+        for request_id, epoch in keys:
+            seq = self.state.sequences.get(request_id)
+            if seq is not None and seq.epoch == epoch and seq.stage is Stage.REMOTE:
+                waiting.append(seq)
+        return waiting
+
+    def _still_writing(self, peer: Peer) -> list[Key]:
+        """Tickets whose writer has not said that it stopped; a commit says so."""
+        return [
+            key
+            for key, record in self.tickets.items()
+            if record.writer == peer and record.commit is None
+        ]
+
+    def probed(self, incarnation: int, alive: bool) -> None:
+        """The kernel's word on a writer."""
+        claim = self.claims.pop(incarnation, None)
+        if claim is not None and alive:
+            self.writers.add(claim)
+            self.state.note("writer_ready", writer=str(claim))
+        peer = self.condemned.get(incarnation)
+        if peer is None or alive:
+            return
+        del self.condemned[incarnation]
+        for key in self._still_writing(peer):
+            self._writer_stopped(key)
+        self.state.note("writer_dead", writer=str(peer))
+
+    def tick(self, now: float) -> None:
+        """Look again at the locks of those that are gone."""
+        if self.probe_at is None or now < self.probe_at:
+            return
+        for incarnation in self.condemned:
+            self.state.emit(ProbeWriter(incarnation))
+        again = now + self.state.limits.reader_probe_ms / 1000
+        self.probe_at = again if self.condemned else None
+
+    # --- one ticket ---------------------------------------------------------------------------
+
+    def issue(self, seq: Sequence, writer: Peer, cached: list[int], fresh: list[int]) -> None:
+        """Mark FILLING, then send the ticket: the metadata is there before the message."""
+        pool = self.state.pool
+        pool.fill(fresh)
+        pool.hold([*cached, *fresh])
+        first = len(cached)
+        entries = [
+            TicketBlock(logical, number, pool.blocks[number].generation)
+            for logical, number in enumerate([*cached, *fresh])
+        ]
+        self.tickets[seq.key] = TicketRecord(
+            writer=writer,
+            held=(*cached, *fresh),
+            writes={entry.logical: entry.block for entry in entries[first:]},
+            generations={entry.logical: entry.generation for entry in entries[first:]},
+        )
+        seq.stage = Stage.REMOTE
+        self.state.send(
+            writer,
+            Ticket(
+                request_id=seq.spec.request_id,
+                epoch=seq.epoch,
+                arena=self.state.arena,
+                blocks=tuple(entries[first:]),
+                prefix=tuple(entries[:first]),
+                cached_tokens=seq.cached_tokens,
+            ),
+        )
+        self.state.note(
+            "ticket_sent",
+            seq,
+            writer=str(writer),
+            blocks=len(fresh),
+            cached_tokens=seq.cached_tokens,
+        )
+
+    def announced(self, peer: Peer, message: ChunkAnnounced) -> str | None:
+        """A chunk is filled: verify it at once. Return what is wrong with the message, if so."""
+        return self._verify(peer, message.request_id, message.epoch, message.sums)
+
+    def committed(self, peer: Peer, message: PrefillCommitted) -> str | None:
+        """The prompt is complete. Says too that the writer stopped."""
+        key = (message.request_id, message.epoch)
+        record = self.tickets.get(key)
+        if record is None or record.writer != peer:
+            return None
+        wrong = self._verify(peer, message.request_id, message.epoch, message.sums)
+        record.commit = message
+        if wrong is None and record.announced != set(record.writes) and not record.revoked:
+            wrong = "the commit leaves blocks that were never announced"
+        return wrong
+
+    def _verify(
+        self, peer: Peer, request_id: str, epoch: int, sums: tuple[BlockSum, ...]
+    ) -> str | None:
+        record = self.tickets.get((request_id, epoch))
+        seq = self.state.sequences.get(request_id)
+        if record is None or record.writer != peer or record.revoked:
+            return None
+        if seq is None or seq.epoch != epoch or seq.stage is not Stage.REMOTE:
+            return None
+        seq.extend_chains(self.state.root, seq.length)
+        checks = []
+        for item in sums:
+            block = record.writes.get(item.logical)
+            if block is None or record.generations[item.logical] != item.generation:
+                return f"block {item.logical} is not in the ticket"
+            if item.logical in record.announced:
+                return f"block {item.logical} was announced twice"
+            if item.tokens != seq.filled_in(item.logical):
+                return f"block {item.logical} has {item.tokens} tokens"
+            record.announced.add(item.logical)
+            checks.append(
+                BlockCheck(
+                    logical=item.logical,
+                    block=block,
+                    generation=item.generation,
+                    tokens=item.tokens,
+                    chain=seq.chains[item.logical - 1] if item.logical else self.state.root,
+                    checksum=item.checksum,
+                )
+            )
+        if checks:
+            self.state.emit(VerifyBlocks(request_id, epoch, tuple(checks)))
+        return None
+
+    def verified(self, request_id: str, epoch: int, good: list[BlockCheck]) -> None:
+        """These bytes are what they must be."""
+        record = self.tickets.get((request_id, epoch))
+        if record is None or record.revoked:
+            return
+        for check in good:
+            self.state.pool.announce(check.block)
+            record.verified.add(check.logical)
+
+    def complete(self, seq: Sequence) -> PrefillCommitted | None:
+        """Return the commit if every block of the ticket verified."""
+        record = self.tickets.get(seq.key)
+        if record is None or record.commit is None or record.verified != set(record.writes):
+            return None
+        return record.commit
+
+    def adopt(self, seq: Sequence) -> None:
+        """The hand-over is over: the blocks are the owner's alone."""
+        record = self.tickets[seq.key]
+        for logical in sorted(record.writes):
+            self.state.pool.settle(record.writes[logical])
+        self._writer_stopped(seq.key)
+
+    # --- ends ---------------------------------------------------------------------------------
+
+    def drop(self, seq: Sequence) -> None:
+        """The attempt is over: keep what verified in the cache, quarantine the rest."""
+        record = self.tickets[seq.key]
+        pool = self.state.pool
+        full = seq.length // self.state.block_size
+        leading = seq.cached_tokens // self.state.block_size
+        while leading < full and leading in record.verified:
+            number = record.writes[leading]
+            pool.settle(number)
+            if not pool.blocks[number].chain:
+                pool.seal(number, seq.chains[leading])
+            leading += 1
+        pool.release(seq.blocks[:leading])
+        pool.abandon(seq.blocks[leading:])
+        seq.blocks = []
+        if record.commit is not None:
+            self._writer_stopped(seq.key)
+            return
+        record.revoked = True
+        self.state.send(record.writer, TicketRevoked(seq.spec.request_id, seq.epoch))
+
+    def stopped(self, peer: Peer, key: Key) -> None:
+        """The writer says that nothing of it touches that ticket's blocks any more."""
+        record = self.tickets.get(key)
+        if record is not None and record.writer == peer:
+            self._writer_stopped(key)
+
+    def revoking(self) -> bool:
+        """Whether blocks will come back as soon as a writer has stopped."""
+        return any(record.revoked for record in self.tickets.values())
+
+    def _writer_stopped(self, key: Key) -> None:
+        self.state.pool.unhold(self.tickets.pop(key).held)
+
+    def check(self) -> None:
+        """Assert that every live ticket belongs to a sequence or is revoked."""
+        for (request_id, epoch), record in self.tickets.items():
+            seq = self.state.sequences.get(request_id)
+            owned = seq is not None and seq.epoch == epoch and seq.stage is Stage.REMOTE
+            assert owned != record.revoked, f"ticket {request_id}/{epoch} has no owner"

@@ -1,0 +1,75 @@
+"""What only the decode machine asks for and hears of, beside ``baton.ports.driving``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.ports.channel import BlockCheck, BlockMark
+from baton.ports.engine import Row, Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class MarkBlocks:
+    """Command: store block metadata. Comes before any message that relies on it."""
+
+    marks: tuple[BlockMark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyBlocks:
+    """Command: compare checksums in the verifying thread; answered by :class:`BlocksVerified`."""
+
+    request_id: str
+    epoch: int
+    checks: tuple[BlockCheck, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksVerified:
+    """Event: ``bad`` are the logical numbers whose bytes are not what was announced."""
+
+    request_id: str
+    epoch: int
+    checks: tuple[BlockCheck, ...]
+    bad: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Command: run one engine step; answered by :class:`StepFinished` or :class:`StepFailed`."""
+
+    step: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """Event: the step returned; nothing touches the arena on its behalf any more."""
+
+    step: int
+    results: tuple[Sampled | None, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """Event: the engine raised; no row of the step has a result."""
+
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeWriter:
+    """Command: look at a writer's lock; answered by :class:`WriterProbed`."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriterProbed:
+    """Event: whether the kernel shows that incarnation's lock."""
+
+    incarnation: int
+    alive: bool

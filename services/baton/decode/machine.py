@@ -1,0 +1,567 @@
+"""The decode machine: takes requests in, receives or computes their KV, generates, lets go.
+
+Decides per request on this worker; placement is the router's, the client's end the gateway's. The
+hand-over stands in ``handover.py``, batching and memory in ``scheduler.py``; here is who calls
+whom when. Every message names its epoch; what is older than the sequence's own is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import assert_never
+
+from baton.core.blocks import BlockPool
+from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.ids import Member, Peer, Role
+from baton.core.lifecycles import LeaseState, RequestState
+from baton.core.limits import Limits
+from baton.core.outcomes import Ending, Outcome, Reason
+from baton.core.stopping import finish_of
+from baton.decode.handover import Handover
+from baton.decode.io import BlocksVerified, StepFailed, StepFinished, WriterProbed
+from baton.decode.scheduler import Scheduler
+from baton.decode.sequence import Sequence, Stage
+from baton.decode.state import State
+from baton.ports.driving import CallLedger, Exit, LedgerAnswered
+from baton.ports.engine import Sampled
+from baton.ports.ledger import AdvanceRequest, EndRequest, Unavailable
+from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
+from baton.wire.messages import (
+    AnyMessage,
+    ArenaMapped,
+    ArenaRef,
+    CancelWork,
+    ChunkAnnounced,
+    DecodeReserved,
+    PrefillCommitted,
+    PrefillFailed,
+    RequestEnded,
+    ReserveDecode,
+    TokenChunk,
+    TokenLogprob,
+    TokenRun,
+    TokensWanted,
+    WorkerStatus,
+    WorkRefused,
+    WriterStopped,
+)
+
+Event = (
+    TimePassed
+    | LeaseChanged
+    | DrainRequested
+    | PeerUp
+    | PeerLost
+    | PeerRefused
+    | Received
+    | LedgerAnswered
+    | BlocksVerified
+    | StepFinished
+    | StepFailed
+    | WriterProbed
+)
+
+EXIT_HUNG = 75
+
+
+class DecodeMachine:
+    """One decode worker. ``Machine[Event, Command]``."""
+
+    def __init__(
+        self,
+        me: Peer,
+        limits: Limits,
+        arena: ArenaRef,
+        *,
+        blocks_total: int,
+        block_size: int,
+        root: bytes,
+    ) -> None:
+        self.state = State(me, limits, BlockPool(blocks_total), arena, block_size, root)
+        self.handover = Handover(self.state)
+        self.scheduler = Scheduler(self.state, self.handover)
+        self.lease = LeaseState.VACANT
+        self.draining = False
+        self.exited = False
+        self.arrivals = 0
+        self.beat_at = 0.0
+        self.status_sent: WorkerStatus | None = None
+        self.commits: dict[tuple[str, int], float] = {}
+
+    # --- Machine ------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[object]:
+        self.state.commands = []
+        self._dispatch(event, now)
+        self._after(now)
+        return self.state.commands
+
+    def deadline(self) -> float | None:
+        times = [self.beat_at]
+        if self.handover.probe_at is not None:
+            times.append(self.handover.probe_at)
+        return min(times)
+
+    def check(self) -> None:
+        self.state.pool.check()
+        self.handover.check()
+        references: dict[int, int] = {}
+        for seq in [*self.state.sequences.values(), *self.state.pinned]:
+            assert seq.computed <= seq.length
+            assert seq.stage is not Stage.FINISHED or not seq.blocks
+            assert len(seq.blocks) == len(set(seq.blocks))
+            for number in seq.blocks:
+                references[number] = references.get(number, 0) + 1
+        for number, block in enumerate(self.state.pool.blocks):
+            assert block.references == references.get(number, 0), f"block {number} is miscounted"
+        assert len(self.state.sequences) <= self.state.limits.reservations_max
+
+    # --- events -------------------------------------------------------------------------------
+
+    def _dispatch(self, event: Event, now: float) -> None:
+        match event:
+            case TimePassed():
+                self._tick(now)
+            case Received(peer, message):
+                self._received(peer, message, now)
+            case StepFinished(step, results, seconds):
+                self._step_finished(step, results, seconds, now)
+            case StepFailed(step, error):
+                self._step_failed(step, error)
+            case BlocksVerified():
+                self._verified(event, now)
+            case PeerUp(member):
+                self._peer_up(member)
+            case PeerLost(peer, reason):
+                self._peer_lost(peer, reason, now)
+            case WriterProbed(incarnation, alive):
+                self.handover.probed(incarnation, alive)
+            case LeaseChanged(state):
+                self.lease = state
+            case DrainRequested():
+                self.draining = True
+                self.state.note("draining", sequences=len(self.state.sequences))
+            case LedgerAnswered(op, reply):
+                if isinstance(op, EndRequest) and isinstance(reply, Unavailable):
+                    self.state.note("end_not_recorded", request_id=op.request_id, level="warning")
+            case PeerRefused():
+                pass  # the shell logs it; the pair is simply not used
+            case _:
+                assert_never(event)
+
+    def _received(self, peer: Peer, message: AnyMessage, now: float) -> None:
+        match message:
+            case ReserveDecode():
+                self._reserve(peer, message)
+            case ArenaMapped():
+                self.handover.mapped(peer, message)
+            case ChunkAnnounced(request_id, epoch):
+                self._complain(request_id, epoch, self.handover.announced(peer, message))
+            case PrefillCommitted(request_id, epoch):
+                self._complain(request_id, epoch, self.handover.committed(peer, message))
+                self._join_if_complete(request_id, epoch, now)
+            case PrefillFailed(request_id, epoch, reason, text):
+                seq = self._waiting_for(request_id, epoch, peer)
+                if seq is not None:
+                    self._drop(seq)
+                    self.state.work_failed(seq, reason, text)
+                self.handover.stopped(peer, (request_id, epoch))
+            case WriterStopped(request_id, epoch):
+                self.handover.stopped(peer, (request_id, epoch))
+            case CancelWork(request_id, epoch, reason):
+                self._cancel(request_id, epoch, reason)
+            case RequestEnded(request_id, epoch, outcome):
+                self._cancel(request_id, epoch, outcome.reason)
+            case TokensWanted(request_id, epoch, index):
+                self._resend(peer, request_id, epoch, index)
+            case _:
+                self.state.note("unexpected_message", level="warning", kind=type(message).__name__)
+                self.state.measure("frames_dropped_total", reason="unexpected")
+
+    # --- taking in ----------------------------------------------------------------------------
+
+    def _reserve(self, router: Peer, message: ReserveDecode) -> None:
+        spec, epoch = message.spec, message.epoch
+        known = self.state.sequences.get(spec.request_id)
+        if known is not None and known.epoch >= epoch:
+            if known.epoch > epoch:
+                self._refuse(router, message, Reason.STALE_EPOCH, f"epoch {known.epoch} is here")
+            return
+        if known is not None:
+            self._drop(known)
+        refusal = self._why_not(message)
+        if refusal is not None:
+            self._refuse(router, message, *refusal)
+            return
+        self.arrivals += 1
+        seq = Sequence.create(
+            message, router, order=self.arrivals, block_size=self.state.block_size
+        )
+        refusal = self._take_in(seq, message.prefill)
+        if refusal is not None:
+            self._refuse(router, message, *refusal)
+            return
+        self.state.sequences[spec.request_id] = seq
+        self.state.measure("prefix_cache_queries_total", seq.length)
+        self.state.measure("prefix_cache_hits_total", seq.cached_tokens)
+        self.state.send(router, DecodeReserved(spec.request_id, epoch, seq.cached_tokens))
+
+    def _why_not(self, message: ReserveDecode) -> tuple[Reason, str] | None:
+        state, spec = self.state, message.spec
+        if self.draining:
+            return Reason.DRAINING, "this worker is draining"
+        if self.lease is not LeaseState.HELD:
+            return Reason.SUSPECT, "this worker cannot renew its lease"
+        if len(state.sequences) >= state.limits.reservations_max:
+            return Reason.QUEUE_FULL, "reservations_max sequences are here"
+        capacity = state.pool.total * state.block_size
+        if spec.prompt_tokens + spec.max_tokens > capacity:
+            return (
+                Reason.TOO_LONG,
+                f"prompt and answer need more than the arena's {capacity} tokens",
+            )
+        if spec.gateway not in state.peers:
+            return Reason.NO_LINK, f"no link to {spec.gateway} yet"
+        if message.prefill is not None and message.prefill not in self.handover.writers:
+            return Reason.NO_LINK, f"{message.prefill} has not mapped this arena yet"
+        return None
+
+    def _take_in(self, seq: Sequence, prefill: Peer | None) -> tuple[Reason, str] | None:
+        """Reserve its blocks and start its way: a ticket to ``prefill``, or local chunks."""
+        state, pool = self.state, self.state.pool
+        full = (seq.length - 1) // state.block_size
+        seq.extend_chains(state.root, full * state.block_size)
+        found = pool.match(seq.chains[:full])
+        pool.reference(found)
+        needed = seq.blocks_for(seq.length) - len(found)
+        growth = min(
+            seq.blocks_for(state.limits.growth_tokens),
+            seq.blocks_for(seq.spec.prompt_tokens + seq.spec.max_tokens) - needed - len(found),
+        )
+        crowded = any(other.blocks for other in state.sequences.values())
+        wanted = needed + (growth if crowded else 0)
+        if pool.available() < wanted or (crowded and self.scheduler.waiting()):
+            pool.release(found)
+            return Reason.NO_BLOCKS, f"{wanted} blocks wanted, {pool.available()} available"
+        seq.cached_tokens = seq.computed = len(found) * state.block_size
+        seq.sealed = len(found)
+        if prefill is None:
+            fresh = pool.grow(needed)
+            assert fresh is not None
+            seq.blocks = [*found, *fresh]
+            seq.stage = Stage.LOCAL
+            state.note("taken_in", seq, way="local", cached_tokens=seq.cached_tokens)
+            return None
+        fresh = pool.reserve(needed, epoch=seq.epoch, writer=prefill.incarnation)
+        assert fresh is not None
+        seq.blocks = [*found, *fresh]
+        self.handover.issue(seq, prefill, found, fresh)
+        return None
+
+    def _refuse(self, router: Peer, message: ReserveDecode, reason: Reason, text: str) -> None:
+        request_id = message.spec.request_id
+        self.state.note(
+            "work_refused",
+            request_id=request_id,
+            epoch=message.epoch,
+            reason=reason,
+            message=text,
+        )
+        self.state.send(router, WorkRefused(request_id, message.epoch, reason, text))
+
+    # --- the hand-over ------------------------------------------------------------------------
+
+    def _waiting_for(self, request_id: str, epoch: int, peer: Peer) -> Sequence | None:
+        seq = self.state.sequences.get(request_id)
+        if seq is None or seq.epoch != epoch or seq.stage is not Stage.REMOTE:
+            return None
+        return seq if self.handover.tickets[seq.key].writer == peer else None
+
+    def _complain(self, request_id: str, epoch: int, wrong: str | None) -> None:
+        """A message that does not fit its ticket ends the attempt: never guess."""
+        seq = self.state.sequences.get(request_id)
+        if wrong is None or seq is None or seq.epoch != epoch:
+            return
+        self._integrity(seq, wrong)
+
+    def _integrity(self, seq: Sequence, text: str) -> None:
+        self.state.measure("integrity_failures_total")
+        self._drop(seq)
+        self.state.work_failed(seq, Reason.INTEGRITY, text)
+
+    def _verified(self, event: BlocksVerified, now: float) -> None:
+        self.state.measure("verify_seconds", event.seconds)
+        seq = self.state.sequences.get(event.request_id)
+        if seq is None or seq.epoch != event.epoch or seq.stage is not Stage.REMOTE:
+            return
+        bad = set(event.bad)
+        good = [check for check in event.checks if check.logical not in bad]
+        self.handover.verified(event.request_id, event.epoch, good)
+        if bad:
+            self._integrity(seq, f"checksum of blocks {sorted(bad)} does not match")
+            return
+        self._join_if_complete(event.request_id, event.epoch, now)
+
+    def _join_if_complete(self, request_id: str, epoch: int, now: float) -> None:
+        seq = self.state.sequences.get(request_id)
+        if seq is None or seq.epoch != epoch or seq.stage is not Stage.REMOTE:
+            return
+        commit = self.handover.complete(seq)
+        if commit is None:
+            return
+        fresh = len(seq.blocks) - seq.cached_tokens // seq.block_size
+        self.handover.adopt(seq)
+        seq.stage = Stage.RUNNING
+        seq.computed = seq.length
+        self.state.seal_full(seq)
+        seconds = now - commit.last_write_ns / 1e9
+        self.state.measure("handover_seconds", max(0.0, seconds))
+        self.state.measure("handover_tokens_total", seq.length - seq.cached_tokens)
+        self.state.note(
+            "committed",
+            seq,
+            blocks=fresh,
+            handover_ms=round(seconds * 1e3, 3),
+            prefill_ms=round(commit.prefill_ms, 1),
+        )
+        self._advance(seq, RequestState.DECODING)
+        self.commits[seq.key] = now
+        self._emit_token(seq, commit.first_id, commit.first_logprob, now)
+
+    # --- stepping -----------------------------------------------------------------------------
+
+    def _step_finished(
+        self, step: int, results: tuple[Sampled | None, ...], seconds: float, now: float
+    ) -> None:
+        assert step == self.scheduler.step
+        rows = self.scheduler.end_step()
+        tokens = sum(len(row.token_ids) for row, _ in rows)
+        kind = "mixed" if tokens > len(rows) else "decode"
+        self.state.measure("engine_step_seconds", seconds, kind=kind)
+        self.state.measure("engine_step_tokens", tokens, kind=kind)
+        for (row, seq), sampled in zip(rows, results, strict=True):
+            if self.state.sequences.get(row.request_id) is not seq:
+                continue  # dropped while the step ran: its blocks are released below
+            seq.computed += len(row.token_ids)
+            self.state.seal_full(seq)
+            if sampled is None:
+                continue
+            self.scheduler.suspects.discard(row.request_id)
+            if seq.stage is Stage.LOCAL:
+                seq.stage = Stage.RUNNING
+                if not seq.sent_first:
+                    self._advance(seq, RequestState.DECODING)
+            committed_at = self.commits.pop(seq.key, None)
+            if committed_at is not None:
+                self.state.measure("first_decode_seconds", now - committed_at)
+            self._emit_token(seq, sampled.token_id, sampled.logprob, now)
+        self._release_dropped()
+
+    def _step_failed(self, step: int, error: str) -> None:
+        assert step == self.scheduler.step
+        rows = self.scheduler.end_step()
+        self.state.note("step_failed", level="error", step=step, rows=len(rows), error=error)
+        if len(rows) > 1:
+            self.scheduler.suspects |= {row.request_id for row, _ in rows}
+        else:
+            seq = rows[0][1]
+            if self.state.sequences.get(seq.spec.request_id) is seq:
+                self._drop(seq)
+                self.state.work_failed(seq, Reason.DECODE_ERROR, error, retryable=False)
+        self._release_dropped()
+
+    def _emit_token(
+        self, seq: Sequence, token_id: int, logprob: TokenLogprob | None, now: float
+    ) -> None:
+        """Append one sampled token, queue it for its gateway, and end the sequence if it must."""
+        seq.finish = finish_of(seq.spec.sampling, seq.spec.max_tokens, len(seq.output), token_id)
+        seq.append(token_id, logprob)
+        self._queue_run(seq, len(seq.output) - 1)
+        if seq.finish is not None:
+            self.state.note("finished", seq, finish=seq.finish, tokens=len(seq.output))
+            seq.stage = Stage.FINISHED
+            seq.finished_at = now
+            self.state.pool.release(seq.blocks)
+            seq.blocks = []
+
+    def _queue_run(self, seq: Sequence, index: int) -> None:
+        """Queue output ids from ``index`` on for the sequence's gateway."""
+        start = max(index, seq.forced)
+        logprobs = tuple(seq.logprobs[start - seq.forced :]) if seq.logprobs else ()
+        run = TokenRun(
+            request_id=seq.spec.request_id,
+            epoch=seq.epoch,
+            index=start,
+            ids=tuple(seq.output[start:]),
+            logprobs=logprobs,
+            finish=seq.finish,
+            cached_tokens=0 if seq.sent_first else seq.cached_tokens,
+        )
+        seq.sent_first = True
+        self.state.runs.setdefault(seq.spec.gateway, []).append(run)
+
+    def _resend(self, peer: Peer, request_id: str, epoch: int, index: int) -> None:
+        seq = self.state.sequences.get(request_id)
+        if seq is not None and seq.epoch == epoch and seq.spec.gateway == peer and seq.sent_first:
+            self._queue_run(seq, index)
+
+    # --- letting go ---------------------------------------------------------------------------
+
+    def _cancel(self, request_id: str, epoch: int, reason: Reason | None) -> None:
+        seq = self.state.sequences.get(request_id)
+        if seq is None or seq.epoch > epoch:
+            return
+        if seq.stage is not Stage.FINISHED:
+            self.state.note("cancelled", seq, reason=reason, stage=seq.stage.value)
+        self._drop(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        """Forget a sequence in any stage. Blocks of the step in flight wait for its end."""
+        del self.state.sequences[seq.spec.request_id]
+        self.scheduler.suspects.discard(seq.spec.request_id)
+        self.commits.pop(seq.key, None)
+        if seq.stage is Stage.REMOTE:
+            self.handover.drop(seq)
+        elif self.state.in_flight.get(seq.spec.request_id) is seq:
+            self.state.pinned.append(seq)
+        else:
+            self.state.pool.release(seq.blocks)
+            seq.blocks = []
+
+    def _release_dropped(self) -> None:
+        for seq in self.state.pinned:
+            self.state.pool.release(seq.blocks)
+            seq.blocks = []
+        self.state.pinned.clear()
+
+    def _advance(self, seq: Sequence, target: RequestState) -> None:
+        if self.lease is LeaseState.HELD:
+            self.state.emit(
+                CallLedger(AdvanceRequest(seq.spec.request_id, seq.epoch, target, self.state.me))
+            )
+
+    # --- peers and time -----------------------------------------------------------------------
+
+    def _peer_up(self, member: Member) -> None:
+        self.state.peers[member.peer] = member
+        if member.role is Role.PREFILL:
+            self.handover.offer(member.peer)
+        if member.role is Role.ROUTER:
+            self.status_sent = None
+
+    def _peer_lost(self, peer: Peer, reason: str, now: float) -> None:
+        member = self.state.peers.pop(peer, None)
+        if member is None:
+            return
+        if member.role is Role.PREFILL:
+            for seq in self.handover.writer_lost(peer, now):
+                self._drop(seq)
+                self.state.work_failed(seq, Reason.WORKER_LOST, f"{peer} is lost: {reason}")
+        if member.role is Role.GATEWAY:
+            for seq in [s for s in self.state.sequences.values() if s.spec.gateway == peer]:
+                self._end_for_lost_gateway(seq)
+
+    def _end_for_lost_gateway(self, seq: Sequence) -> None:
+        """Nobody reads the answer: the owner ends it in the gateway's place."""
+        self._drop(seq)
+        self.state.note("cancelled", seq, reason=Reason.GATEWAY_LOST, stage=seq.stage.value)
+        outcome = Outcome(
+            Ending.CANCELLED, reason=Reason.GATEWAY_LOST, completion_tokens=len(seq.output)
+        )
+        self.state.emit(
+            CallLedger(EndRequest(seq.spec.request_id, seq.epoch, outcome, self.state.me))
+        )
+
+    def _tick(self, now: float) -> None:
+        self.handover.tick(now)
+        limits = self.state.limits
+        since = self.scheduler.step_since
+        if since is not None and now - since > limits.step_hung_ms / 1000:
+            self.state.emit(Exit(EXIT_HUNG, f"step {self.scheduler.step} is hung"))
+            return
+        if now < self.beat_at:
+            return
+        self.beat_at = now + limits.lease_renew_ms / 1000
+        self.status_sent = None
+        keep = limits.terminal_ttl_ms / 1000
+        for seq in self.state.live(Stage.FINISHED):
+            if now - seq.finished_at > keep:
+                self.state.note("end_never_heard", seq, level="warning")
+                self._drop(seq)
+
+    def _after(self, now: float) -> None:
+        """What every event ends with: next step, tokens out, status, exit when drained."""
+        self.scheduler.start_step(now)
+        runs, self.state.runs = self.state.runs, {}
+        for gateway, items in runs.items():
+            self.state.send(gateway, TokenChunk(tuple(items)))
+        self.state.flush_marks()
+        self._report(now)
+        idle = not self.state.sequences and not self.handover.tickets
+        if self.draining and idle and self.scheduler.step_since is None and not self.exited:
+            self.exited = True
+            self.state.emit(Exit(0, "drained"))
+
+    def _report(self, now: float) -> None:
+        """Tell the routers, at every beat and when what matters to placement has changed."""
+        status = self.worker_status(now)
+        last = self.status_sent
+        if last is not None and (last.accepting, last.waiting, last.running) == (
+            status.accepting,
+            status.waiting,
+            status.running,
+        ):
+            return  # growth alone is told with the next beat: the router is not on the token path
+        self.status_sent = status
+        for peer, member in self.state.peers.items():
+            if member.role is Role.ROUTER:
+                self.state.send(peer, status)
+
+    def worker_status(self, now: float) -> WorkerStatus:
+        """Return what routers place by."""
+        since = self.scheduler.step_since
+        stages = [seq.stage for seq in self.state.sequences.values()]
+        queued = sum(
+            seq.length - seq.computed
+            for seq in self.state.sequences.values()
+            if seq.stage is Stage.LOCAL
+        )
+        return WorkerStatus(
+            accepting=not self.draining and self.lease is LeaseState.HELD,
+            running=stages.count(Stage.RUNNING),
+            waiting=stages.count(Stage.REMOTE) + stages.count(Stage.LOCAL),
+            queued_tokens=queued,
+            blocks_total=self.state.pool.total,
+            blocks_free=self.state.pool.available(),
+            block_size=self.state.block_size,
+            step=self.scheduler.step,
+            step_age_ms=0 if since is None else int((now - since) * 1000),
+        )
+
+    # --- looking in ---------------------------------------------------------------------------
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the gauges of ``/metrics``."""
+        stages = [seq.stage for seq in self.state.sequences.values()]
+        counts = self.state.pool.counts()
+        gauges = {f"blocks:{state.name.lower()}": float(n) for state, n in counts.items()}
+        gauges["num_requests_running"] = stages.count(Stage.RUNNING)
+        gauges["num_requests_waiting"] = stages.count(Stage.REMOTE) + stages.count(Stage.LOCAL)
+        gauges["kv_cache_usage_perc"] = 1 - self.state.pool.available() / self.state.pool.total
+        return gauges
+
+    def status(self) -> dict[str, object]:
+        """Return what ``baton status`` shows."""
+        counts = self.state.pool.counts()
+        stages = [seq.stage for seq in self.state.sequences.values()]
+        return {
+            "lease": self.lease.value,
+            "draining": self.draining,
+            "blocks": {state.name.lower(): n for state, n in counts.items()},
+            "sequences": {stage.value: stages.count(stage) for stage in Stage},
+            "tickets": len(self.handover.tickets),
+            "writers": sorted(str(writer) for writer in self.handover.writers),
+            "peers": sorted(str(peer) for peer in self.state.peers),
+            "step": self.scheduler.step,
+            "preemptions": self.scheduler.preemptions,
+        }

@@ -1,0 +1,178 @@
+"""Continuous batching on decode: which rows the next step has, and who gives way for memory.
+
+Decides the batch: every running sequence up to the limit, oldest first, and at most one chunk of a
+local prefill. When blocks run out the youngest gives way: its blocks are released and its tokens
+computed again later (row invariance makes them the same). The oldest can always go on, so the
+worker never freezes.
+"""
+
+from __future__ import annotations
+
+from baton.core.outcomes import Reason
+from baton.decode.handover import Handover
+from baton.decode.io import RunStep
+from baton.decode.sequence import Sequence, Stage
+from baton.decode.state import State
+from baton.ports.engine import Row, SampleSpec
+
+
+class Scheduler:
+    """Builds steps over the sequences of one decode worker."""
+
+    def __init__(self, state: State, handover: Handover) -> None:
+        self.state = state
+        self.handover = handover
+        self.step = 0
+        self.step_since: float | None = None
+        self.rows: tuple[Row, ...] = ()
+        #: Members of a step that failed: they run alone until they deliver a token.
+        self.suspects: set[str] = set()
+        self.preemptions = 0
+
+    # --- building -----------------------------------------------------------------------------
+
+    def start_step(self, now: float) -> None:
+        """Start the next step if none runs and there is work."""
+        if self.step_since is not None:
+            return
+        rows = self._rows()
+        if not rows:
+            return
+        self.step += 1
+        self.step_since = now
+        self.rows = tuple(rows)
+        self.state.in_flight = {
+            row.request_id: self.state.sequences[row.request_id] for row in rows
+        }
+        self.state.emit(RunStep(self.step, self.rows))
+
+    def _rows(self) -> list[Row]:
+        limits = self.state.limits
+        if self.suspects and self.step % 2:
+            # Every other step, so that suspects neither block the others nor starve.
+            alone = self._suspect_row()
+            if alone:
+                return alone
+        rows: list[Row] = []
+        for seq in self.state.live(Stage.RUNNING):
+            if len(rows) >= limits.batch_sequences_max:
+                break
+            if seq.spec.request_id in self.suspects or seq.stage is not Stage.RUNNING:
+                continue  # an older one's need may have taken its blocks just now
+            if self._room(seq, seq.length):
+                rows.append(self._row(seq, seq.length))
+        for seq in self.state.live(Stage.LOCAL):
+            if seq.spec.request_id in self.suspects:
+                continue
+            end = min(seq.computed + limits.local_prefill_chunk_tokens, seq.length)
+            if self._room(seq, end):
+                rows.append(self._row(seq, end))
+            break
+        # A row may have been pre-empted by a later one's need; only what still stands runs.
+        rows = [row for row in rows if self._stands(row)]
+        return rows or self._suspect_row()
+
+    def _stands(self, row: Row) -> bool:
+        seq = self.state.sequences.get(row.request_id)
+        return seq is not None and seq.computed == row.start and bool(seq.blocks)
+
+    def _suspect_row(self) -> list[Row]:
+        """One suspect, alone: if the step fails again, it is to blame."""
+        for stage in (Stage.RUNNING, Stage.LOCAL):
+            for seq in self.state.live(stage):
+                if seq.spec.request_id not in self.suspects:
+                    continue
+                chunk = self.state.limits.local_prefill_chunk_tokens
+                end = (
+                    seq.length if stage is Stage.RUNNING else min(seq.computed + chunk, seq.length)
+                )
+                if self._room(seq, end):
+                    return [self._row(seq, end)]
+        return []
+
+    def _row(self, seq: Sequence, end: int) -> Row:
+        last = end == seq.length
+        sample = SampleSpec(seq.spec.sampling, len(seq.output), seq.prompt, seq.output)
+        return Row(
+            request_id=seq.spec.request_id,
+            token_ids=seq.tokens[seq.computed : end],
+            start=seq.computed,
+            blocks=seq.table(),
+            arena=self.state.arena.file_id,
+            sample=sample if last else None,
+        )
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def _room(self, seq: Sequence, tokens: int) -> bool:
+        """Give ``seq`` blocks for its first ``tokens`` tokens, taking them from younger ones."""
+        missing = seq.blocks_for(tokens) - len(seq.blocks)
+        if missing <= 0:
+            return True
+        if not seq.blocks and seq.computed == 0:
+            self._reuse_prefix(seq)
+            missing = seq.blocks_for(tokens) - len(seq.blocks)
+        while True:
+            fresh = self.state.pool.grow(missing)
+            if fresh is not None:
+                seq.blocks.extend(fresh)
+                return True
+            if not self._make_room(seq):
+                return False
+
+    def _reuse_prefix(self, seq: Sequence) -> None:
+        """Start (again) from what the cache still has; the last token is always computed."""
+        seq.extend_chains(self.state.root, seq.length - 1)
+        found = self.state.pool.match(seq.chains[: (seq.length - 1) // seq.block_size])
+        self.state.pool.reference(found)
+        seq.blocks = list(found)
+        seq.sealed = len(found)
+        seq.computed = len(found) * seq.block_size
+
+    def _make_room(self, needy: Sequence) -> bool:
+        """Take blocks from the youngest sequence younger than ``needy``; ``False`` if none."""
+        younger = [
+            seq for seq in self.state.sequences.values() if seq.order > needy.order and seq.blocks
+        ]
+        local = [seq for seq in younger if seq.stage is not Stage.REMOTE]
+        if local:
+            victim = max(local, key=lambda seq: seq.order)
+            self._count(victim)
+            self.give_up_blocks(victim)
+            return True
+        if younger and not self.handover.revoking():
+            # Its blocks come back only when its writer has stopped; the router places it again.
+            victim = max(younger, key=lambda seq: seq.order)
+            self._count(victim)
+            self.handover.drop(victim)
+            del self.state.sequences[victim.spec.request_id]
+            self.state.work_failed(victim, Reason.NO_BLOCKS, "an older request needed the memory")
+        return False
+
+    def _count(self, victim: Sequence) -> None:
+        self.preemptions += 1
+        self.state.measure("preemptions_total")
+        self.state.note("preempted", victim, stage=victim.stage.value)
+
+    def give_up_blocks(self, seq: Sequence) -> None:
+        """Release everything ``seq`` has computed; it will be computed again."""
+        self.state.pool.release(seq.blocks)
+        seq.blocks = []
+        seq.computed = seq.sealed = 0
+        seq.stage = Stage.LOCAL
+
+    # --- ends ---------------------------------------------------------------------------------
+
+    def end_step(self) -> list[tuple[Row, Sequence]]:
+        """The step returned: nothing is pinned by it any more. Return its rows."""
+        rows = [(row, self.state.in_flight[row.request_id]) for row in self.rows]
+        self.rows = ()
+        self.step_since = None
+        self.state.in_flight = {}
+        return rows
+
+    def waiting(self) -> bool:
+        """Whether a sequence that was taken in has no blocks now: new ones must wait."""
+        return any(
+            seq.stage is Stage.LOCAL and not seq.blocks for seq in self.state.sequences.values()
+        )

@@ -1,0 +1,125 @@
+"""One sequence on decode: its tokens, its block table, where it stands.
+
+Decides nothing about others; the scheduler and the hand-over move it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from baton.core.ids import Peer
+from baton.core.outcomes import FinishReason
+from baton.core.prefix import chain_next
+from baton.ports.engine import TokenIds
+from baton.wire.messages import RequestSpec, ReserveDecode, TokenLogprob
+
+
+class Stage(Enum):
+    """Where a sequence stands inside this worker."""
+
+    REMOTE = "remote"
+    """A ticket is out: prefill fills its blocks."""
+    LOCAL = "local"
+    """This worker computes (or, pre-empted, recomputes) its tokens in chunks."""
+    RUNNING = "running"
+    """Everything but its last token is in the blocks: it takes part in every step."""
+    FINISHED = "finished"
+    """Complete; kept without blocks until the gateway has said how it ended."""
+
+
+def ids_of(raw: bytes) -> TokenIds:
+    """Return uint32 LE bytes as int32 ids."""
+    return np.frombuffer(raw, dtype="<u4").astype(np.int32)
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One request's attempt on this worker."""
+
+    spec: RequestSpec
+    epoch: int
+    router: Peer
+    order: int
+    """Arrival number: the younger gives way to the older."""
+    forced: int
+    """Leading output ids that came with the reservation; the gateway has them."""
+    tokens: TokenIds
+    """int32 [prompt + max_tokens]; the first ``length`` are known."""
+    length: int
+    block_size: int
+    stage: Stage = Stage.LOCAL
+    computed: int = 0
+    """Leading tokens whose K and V are in the blocks."""
+    cached_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    chains: list[bytes] = field(default_factory=list)
+    """Names of the full blocks of the first ``length`` tokens, extended as they fill."""
+    sealed: int = 0
+    """Leading blocks that were sealed."""
+    output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each id of ``output[forced:]`` if the request wants them."""
+    finish: FinishReason | None = None
+    finished_at: float = 0.0
+    sent_first: bool = False
+
+    @classmethod
+    def create(
+        cls, message: ReserveDecode, router: Peer, *, order: int, block_size: int
+    ) -> Sequence:
+        """Return a sequence that knows its prompt and its forced output."""
+        spec = message.spec
+        prompt, forced = ids_of(spec.prompt), ids_of(message.output)
+        tokens = np.empty(len(prompt) + max(spec.max_tokens, len(forced)), dtype=np.int32)
+        length = len(prompt) + len(forced)
+        tokens[: len(prompt)] = prompt
+        tokens[len(prompt) : length] = forced
+        return cls(
+            spec=spec,
+            epoch=message.epoch,
+            router=router,
+            order=order,
+            forced=len(forced),
+            tokens=tokens,
+            length=length,
+            block_size=block_size,
+            output=[int(token) for token in forced],
+        )
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.spec.request_id, self.epoch
+
+    @property
+    def prompt(self) -> TokenIds:
+        return self.tokens[: self.spec.prompt_tokens]
+
+    def blocks_for(self, tokens: int) -> int:
+        """Number of blocks that ``tokens`` tokens need."""
+        return -(-tokens // self.block_size)
+
+    def extend_chains(self, root: bytes, tokens: int) -> None:
+        """Name every full block of the first ``tokens`` tokens."""
+        while len(self.chains) < tokens // self.block_size:
+            at = len(self.chains) * self.block_size
+            ids = self.tokens[at : at + self.block_size].astype("<u4").tobytes()
+            self.chains.append(chain_next(self.chains[-1] if self.chains else root, ids))
+
+    def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        """Add a sampled token."""
+        self.tokens[self.length] = token_id
+        self.length += 1
+        self.output.append(token_id)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+
+    def table(self) -> TokenIds:
+        """Return the block table as int32."""
+        return np.array(self.blocks, dtype=np.int32)
+
+    def filled_in(self, logical: int) -> int:
+        """Number of known tokens in block ``logical``."""
+        return min(self.length - logical * self.block_size, self.block_size)

@@ -1,0 +1,104 @@
+"""What the parts of the decode machine share: pool, sequences, peers, the commands of one event.
+
+Decides one thing: metadata is stored before any message that relies on it (:meth:`State.send`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.core.blocks import BlockPool
+from baton.core.ids import Member, Peer
+from baton.core.limits import Limits
+from baton.core.outcomes import Reason
+from baton.decode.io import MarkBlocks
+from baton.decode.sequence import Sequence, Stage
+from baton.ports.channel import BlockMark
+from baton.ports.driving import Measure, Note, Send
+from baton.wire.messages import AnyMessage, ArenaRef, TokenRun, WorkFailed
+
+
+@dataclass(slots=True)
+class State:
+    """Shared by the machine, its hand-over and its scheduler; one owner: the machine."""
+
+    me: Peer
+    limits: Limits
+    pool: BlockPool
+    arena: ArenaRef
+    block_size: int
+    root: bytes
+    sequences: dict[str, Sequence] = field(default_factory=dict)
+    peers: dict[Peer, Member] = field(default_factory=dict)
+    commands: list[object] = field(default_factory=list)
+    runs: dict[Peer, list[TokenRun]] = field(default_factory=dict)
+    """Token runs to be sent at the end of this event, one message a gateway."""
+    in_flight: dict[str, Sequence] = field(default_factory=dict)
+    """Sequences in the step that runs now: their blocks are pinned by it."""
+    pinned: list[Sequence] = field(default_factory=list)
+    """Dropped while their step ran; their blocks are released when it has returned."""
+
+    def emit(self, command: object) -> None:
+        self.flush_marks()
+        self.commands.append(command)
+
+    def send(self, peer: Peer, message: AnyMessage) -> None:
+        """Queue a message; a peer without a link is gone or not there yet, both say so."""
+        if peer in self.peers:
+            self.emit(Send(peer, message))
+
+    def note(
+        self, event: str, seq: Sequence | None = None, level: str = "info", **fields: object
+    ) -> None:
+        ids = {} if seq is None else {"request_id": seq.spec.request_id, "epoch": seq.epoch}
+        self.commands.append(Note(event, {**ids, **fields}, level))
+
+    def measure(self, name: str, value: float = 1.0, **labels: str) -> None:
+        self.commands.append(Measure(name, value, labels))
+
+    def flush_marks(self) -> None:
+        """Turn the pool's changes into one command."""
+        dirty = self.pool.take_dirty()
+        if not dirty:
+            return
+        marks = []
+        for number in dirty:
+            block = self.pool.blocks[number]
+            marks.append(
+                BlockMark(
+                    block=number,
+                    state=block.state,
+                    generation=block.generation,
+                    epoch=block.epoch,
+                    writer=block.writer,
+                    chain=block.chain,
+                )
+            )
+        self.commands.append(MarkBlocks(tuple(marks)))
+
+    def work_failed(
+        self, seq: Sequence, reason: Reason, message: str, *, retryable: bool = True
+    ) -> None:
+        """Tell the router that this attempt is over here."""
+        self.note("attempt_failed", seq, reason=reason, message=message)
+        self.send(
+            seq.router,
+            WorkFailed(seq.spec.request_id, seq.epoch, reason, message, retryable=retryable),
+        )
+
+    def seal_full(self, seq: Sequence) -> None:
+        """Name the blocks that are full by now, so that others find them."""
+        full = seq.computed // self.block_size
+        seq.extend_chains(self.root, full * self.block_size)
+        for logical in range(seq.sealed, full):
+            number = seq.blocks[logical]
+            if not self.pool.blocks[number].chain:
+                self.pool.seal(number, seq.chains[logical])
+        seq.sealed = max(seq.sealed, full)
+
+    def live(self, stage: Stage) -> list[Sequence]:
+        """Sequences of one stage, oldest first."""
+        return sorted(
+            (seq for seq in self.sequences.values() if seq.stage is stage),
+            key=lambda seq: seq.order,
+        )
