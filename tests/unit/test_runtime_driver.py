@@ -1,0 +1,276 @@
+"""The driver: order of events and commands, one timer, one crash barrier."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import orjson
+import pytest
+import structlog
+
+from baton.core.events import TimePassed
+from baton.core.ids import Peer
+from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
+from baton.ports.ledger import LeaseLost, ReleaseLease, Unavailable
+from baton.runtime import logs
+from baton.runtime.driver import Driver
+from baton.runtime.engine_thread import EngineThread, HungWatch
+from baton.wire.messages import ReadReport
+from support.runtime_fakes import (
+    HandClock,
+    HeldLedger,
+    RecordedTransport,
+    ScriptedMachine,
+    metrics,
+)
+
+ME = Peer("decode-0", 7)
+DEADLINE_S = 5.0
+
+
+@dataclass
+class Rig:
+    """A driver and everything it touches."""
+
+    machine: ScriptedMachine
+    stream: io.BytesIO
+    clock: HandClock = field(default_factory=HandClock)
+    transport: RecordedTransport = field(default_factory=RecordedTransport)
+    ledger: HeldLedger = field(default_factory=HeldLedger)
+    ended: list[tuple[int, str]] = field(default_factory=list)
+    crashed: list[tuple[BaseException, str]] = field(default_factory=list)
+    done: list[object] = field(default_factory=list)
+
+    def driver(self, check: bool = False) -> Driver:
+        self.metrics = metrics()
+        self.made = Driver(
+            self.machine,
+            transport=self.transport,
+            ledger=self.ledger,
+            metrics=self.metrics,
+            log=logs.configure("info", stream=self.stream),
+            clock=self.clock,
+            executors={str: self.do},
+            end=lambda code, reason: self.ended.append((code, reason)),
+            crash=lambda error, during: self.crashed.append((error, during)),
+            check=check,
+        )
+        return self.made
+
+    def do(self, command: str) -> None:
+        """Execute the service's own command: feeding from within is what executors do."""
+        self.done.append(command)
+        if command.startswith("feed "):
+            self.made.feed(command.removeprefix("feed "))
+
+
+Make = Callable[[Callable[[object], Sequence[object]]], Rig]
+
+
+@pytest.fixture
+def rig() -> Iterator[Make]:
+    """Make rigs; logging is put back afterwards."""
+    yield lambda script: Rig(ScriptedMachine(script), io.BytesIO())
+    structlog.reset_defaults()
+
+
+def test_commands_before_the_next_event(rig: Make) -> None:
+    """An event fed while another is handled waits until all its commands are executed."""
+    answers = {"one": ["feed two", "after"], "two": ["feed three"], "three": ["end"]}
+    made = rig(lambda event: answers[str(event)])
+
+    async def main() -> None:
+        made.driver().feed("one")
+
+    asyncio.run(main())
+    assert made.machine.seen == ["one", "two", "three"]
+    assert made.done == ["feed two", "after", "feed three", "end"]
+    assert not made.crashed
+
+
+def test_shared_commands(rig: Make) -> None:
+    """Send, CallLedger, Note and Measure reach transport, ledger, log and metrics."""
+    op = ReleaseLease(ME)
+    message = ReadReport("status", 1)
+    commands = [
+        Send(ME, message),
+        CallLedger(op),
+        Note("sequence_joined", {"epoch": 2}, "warning"),
+        Measure("preemptions_total", 3),
+    ]
+    made = rig(lambda event: commands if event == "go" else [])
+
+    async def main() -> None:
+        made.driver().feed("go")
+        made.ledger.calls[0][1](LeaseLost("x"))
+        made.ledger.calls[0][1](Unavailable("gone"))
+
+    asyncio.run(main())
+    assert made.transport.sent == [(ME, message)]
+    assert made.machine.seen[1:] == [
+        LedgerAnswered(op, LeaseLost("x")),
+        LedgerAnswered(op, Unavailable("gone")),
+    ]
+    line = orjson.loads(made.stream.getvalue())
+    assert (line["event"], line["epoch"], line["level"]) == ("sequence_joined", 2, "warning")
+    text = made.metrics.render().decode()
+    assert 'baton_preemptions_total{model_name="tiny",role="decode",worker="decode-0"} 3.0' in text
+    assert 'baton_ledger_calls_total{model_name="tiny",op="ReleaseLease"' in text
+    assert 'baton_ledger_unavailable_total{model_name="tiny",op="ReleaseLease"' in text
+
+
+def test_exit_is_the_last_event(rig: Make) -> None:
+    """After Exit the commands beside it are executed, and no further event is handled."""
+    made = rig(lambda event: ["feed late", Exit(0, "drained"), "beside"])
+
+    async def main() -> None:
+        driver = made.driver()
+        driver.feed("go")
+        driver.feed("later")
+
+    asyncio.run(main())
+    assert made.ended == [(0, "drained")]
+    assert made.machine.seen == ["go"]
+    assert made.done == ["feed late", "beside"]
+
+
+@pytest.mark.parametrize("kind", ["raise", "unknown command", "broken invariant"])
+def test_a_bug_ends_the_process(rig: Make, kind: str) -> None:
+    """Whatever raises in machine, executor or check goes to the crash barrier, once."""
+
+    def script(event: object) -> Sequence[object]:
+        if kind == "raise":
+            raise KeyError("nothing")
+        return [object()] if kind == "unknown command" else []
+
+    made = rig(script)
+    made.machine.broken = kind == "broken invariant"
+
+    async def main() -> None:
+        driver = made.driver(check=True)
+        driver.feed("go")
+        driver.feed("again")
+
+    asyncio.run(main())
+    ((error, during),) = made.crashed
+    assert isinstance(error, KeyError if kind == "raise" else AssertionError)
+    assert during == "str"
+    assert made.machine.seen == ["go"]
+
+
+def test_one_timer_follows_the_deadline(rig: Make) -> None:
+    """The machine hears TimePassed when its deadline is reached, and not before."""
+    made = rig(lambda event: [])
+
+    async def main() -> None:
+        reached = asyncio.Event()
+
+        def script(event: object) -> Sequence[object]:
+            if isinstance(event, TimePassed):
+                made.machine.due = None
+                reached.set()
+            elif event == "later":
+                made.machine.due = made.clock.time + 1000.0
+            elif event == "soon":
+                made.machine.due = made.clock.time
+            return []
+
+        made.machine.script = script
+        driver = made.driver()
+        driver.feed("later")
+        driver.feed("soon")
+        await asyncio.wait_for(reached.wait(), DEADLINE_S)
+        driver.stop()
+
+    asyncio.run(main())
+    assert made.machine.seen == ["later", "soon", TimePassed()]
+
+
+def test_a_deadline_left_in_the_past_does_not_spin(rig: Make) -> None:
+    """A machine that does not move its deadline is asked again at a bounded pace."""
+    made = rig(lambda event: [])
+    made.machine.due = 0.0
+
+    async def main() -> float:
+        enough = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def script(event: object) -> Sequence[object]:
+            if len(made.machine.seen) == 20:
+                enough.set()
+            return []
+
+        made.machine.script = script
+        driver = made.driver()
+        started = loop.time()
+        driver.feed("go")
+        await asyncio.wait_for(enough.wait(), DEADLINE_S)
+        driver.stop()
+        return loop.time() - started
+
+    assert asyncio.run(main()) >= 0.015
+
+
+def test_engine_thread_feeds_results_in_order() -> None:
+    """Work runs one after the other off the loop, and its results arrive in order."""
+    crashed: list[BaseException] = []
+
+    async def main() -> list[object]:
+        got: list[object] = []
+        last = asyncio.Event()
+
+        def feed(event: object) -> None:
+            got.append(event)
+            if event == 3:
+                last.set()
+
+        thread = EngineThread(feed, lambda error, _: crashed.append(error), HandClock())
+        for number in (1, 2, 3):
+            thread.submit(lambda number=number: number)  # type: ignore[misc]
+        await asyncio.wait_for(last.wait(), DEADLINE_S)
+        assert thread.in_flight() is None
+        assert await thread.stop(DEADLINE_S)
+        return got
+
+    assert asyncio.run(main()) == [1, 2, 3]
+    assert not crashed
+
+
+def test_engine_thread_hands_errors_to_the_barrier() -> None:
+    """An error that the service did not turn into an event is a bug of this process."""
+
+    async def main() -> BaseException:
+        crash: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        thread = EngineThread(lambda _: None, lambda error, _: crash.set_result(error), HandClock())
+        thread.submit(lambda: 1 // 0)
+        return await asyncio.wait_for(crash, DEADLINE_S)
+
+    assert isinstance(asyncio.run(main()), ZeroDivisionError)
+
+
+def test_hung_work_is_noticed_while_it_hangs() -> None:
+    """A step in flight for longer than the limit is reported; short ones never are."""
+
+    async def main() -> tuple[int, float]:
+        import threading
+
+        release = threading.Event()
+        clock = HandClock()
+        hung: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        thread = EngineThread(lambda _: None, lambda error, _: hung.set_exception(error), clock)
+        watch = HungWatch(thread, 0.5, hung.set_result)
+        thread.submit(lambda: release.wait(DEADLINE_S) and None)
+        seconds = await asyncio.wait_for(hung, DEADLINE_S)
+        clock.time += 3.0
+        flight = thread.in_flight()
+        release.set()
+        assert await thread.stop(DEADLINE_S)
+        watch.stop()
+        assert flight is not None
+        assert flight == (1, 3.0)
+        return flight[0], seconds
+
+    assert asyncio.run(main()) == (1, 0.5)
