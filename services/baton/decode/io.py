@@ -54,10 +54,12 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """Event: the engine raised; no row of the step has a result."""
+    """Event: the rows named have no result; the others may be stepped again in place."""
 
     step: int
+    request_ids: tuple[str, ...]
     error: str
+    retryable: bool
 
 
 @dataclass(frozen=True, slots=True)

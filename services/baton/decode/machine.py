@@ -75,9 +75,11 @@ class DecodeMachine:
         *,
         blocks_total: int,
         block_size: int,
+        block_bytes: int,
         root: bytes,
     ) -> None:
-        self.state = State(me, limits, BlockPool(blocks_total), arena, block_size, root)
+        pool = BlockPool(blocks_total)
+        self.state = State(me, limits, pool, arena, block_size, block_bytes, root)
         self.handover = Handover(self.state)
         self.scheduler = Scheduler(self.state, self.handover)
         self.lease = LeaseState.VACANT
@@ -126,8 +128,8 @@ class DecodeMachine:
                 self._received(peer, message, now)
             case StepFinished(step, results, seconds):
                 self._step_finished(step, results, seconds, now)
-            case StepFailed(step, error):
-                self._step_failed(step, error)
+            case StepFailed():
+                self._step_failed(event)
             case BlocksVerified():
                 self._verified(event, now)
             case PeerUp(member):
@@ -176,7 +178,7 @@ class DecodeMachine:
                 self._resend(peer, request_id, epoch, index)
             case _:
                 self.state.note("unexpected_message", level="warning", kind=type(message).__name__)
-                self.state.measure("frames_dropped_total", reason="unexpected")
+                self.state.measure("stale_messages_total", kind="unknown")
 
     # --- taking in ----------------------------------------------------------------------------
 
@@ -316,7 +318,8 @@ class DecodeMachine:
         self.state.seal_full(seq)
         seconds = now - commit.last_write_ns / 1e9
         self.state.measure("handover_seconds", max(0.0, seconds))
-        self.state.measure("handover_tokens_total", seq.length - seq.cached_tokens)
+        self.state.measure("handovers_total")
+        self.state.measure("handover_bytes_total", fresh * self.state.block_bytes)
         self.state.note(
             "committed",
             seq,
@@ -346,7 +349,6 @@ class DecodeMachine:
             self.state.seal_full(seq)
             if sampled is None:
                 continue
-            self.scheduler.suspects.discard(row.request_id)
             if seq.stage is Stage.LOCAL:
                 seq.stage = Stage.RUNNING
                 if not seq.sent_first:
@@ -357,17 +359,16 @@ class DecodeMachine:
             self._emit_token(seq, sampled.token_id, sampled.logprob, now)
         self._release_dropped()
 
-    def _step_failed(self, step: int, error: str) -> None:
-        assert step == self.scheduler.step
-        rows = self.scheduler.end_step()
-        self.state.note("step_failed", level="error", step=step, rows=len(rows), error=error)
-        if len(rows) > 1:
-            self.scheduler.suspects |= {row.request_id for row, _ in rows}
-        else:
-            seq = rows[0][1]
-            if self.state.sequences.get(seq.spec.request_id) is seq:
+    def _step_failed(self, event: StepFailed) -> None:
+        """Only the rows that the engine blames end; the others are stepped again in place."""
+        assert event.step == self.scheduler.step
+        for _, seq in self.scheduler.end_step():
+            request_id = seq.spec.request_id
+            if request_id in event.request_ids and self.state.sequences.get(request_id) is seq:
                 self._drop(seq)
-                self.state.work_failed(seq, Reason.DECODE_ERROR, error, retryable=False)
+                self.state.work_failed(
+                    seq, Reason.DECODE_ERROR, event.error, retryable=event.retryable
+                )
         self._release_dropped()
 
     def _emit_token(
@@ -418,7 +419,6 @@ class DecodeMachine:
     def _drop(self, seq: Sequence) -> None:
         """Forget a sequence in any stage. Blocks of the step in flight wait for its end."""
         del self.state.sequences[seq.spec.request_id]
-        self.scheduler.suspects.discard(seq.spec.request_id)
         self.commits.pop(seq.key, None)
         if seq.stage is Stage.REMOTE:
             self.handover.drop(seq)

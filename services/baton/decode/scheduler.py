@@ -25,8 +25,6 @@ class Scheduler:
         self.step = 0
         self.step_since: float | None = None
         self.rows: tuple[Row, ...] = ()
-        #: Members of a step that failed: they run alone until they deliver a token.
-        self.suspects: set[str] = set()
         self.preemptions = 0
 
     # --- building -----------------------------------------------------------------------------
@@ -48,47 +46,24 @@ class Scheduler:
 
     def _rows(self) -> list[Row]:
         limits = self.state.limits
-        if self.suspects and self.step % 2:
-            # Every other step, so that suspects neither block the others nor starve.
-            alone = self._suspect_row()
-            if alone:
-                return alone
         rows: list[Row] = []
         for seq in self.state.live(Stage.RUNNING):
             if len(rows) >= limits.batch_sequences_max:
                 break
-            if seq.spec.request_id in self.suspects or seq.stage is not Stage.RUNNING:
+            if seq.stage is not Stage.RUNNING:
                 continue  # an older one's need may have taken its blocks just now
             if self._room(seq, seq.length):
                 rows.append(self._row(seq, seq.length))
-        for seq in self.state.live(Stage.LOCAL):
-            if seq.spec.request_id in self.suspects:
-                continue
+        for seq in self.state.live(Stage.LOCAL)[:1]:
             end = min(seq.computed + limits.local_prefill_chunk_tokens, seq.length)
             if self._room(seq, end):
                 rows.append(self._row(seq, end))
-            break
         # A row may have been pre-empted by a later one's need; only what still stands runs.
-        rows = [row for row in rows if self._stands(row)]
-        return rows or self._suspect_row()
+        return [row for row in rows if self._stands(row)]
 
     def _stands(self, row: Row) -> bool:
         seq = self.state.sequences.get(row.request_id)
         return seq is not None and seq.computed == row.start and bool(seq.blocks)
-
-    def _suspect_row(self) -> list[Row]:
-        """One suspect, alone: if the step fails again, it is to blame."""
-        for stage in (Stage.RUNNING, Stage.LOCAL):
-            for seq in self.state.live(stage):
-                if seq.spec.request_id not in self.suspects:
-                    continue
-                chunk = self.state.limits.local_prefill_chunk_tokens
-                end = (
-                    seq.length if stage is Stage.RUNNING else min(seq.computed + chunk, seq.length)
-                )
-                if self._room(seq, end):
-                    return [self._row(seq, end)]
-        return []
 
     def _row(self, seq: Sequence, end: int) -> Row:
         last = end == seq.length

@@ -27,6 +27,7 @@ class State:
     pool: BlockPool
     arena: ArenaRef
     block_size: int
+    block_bytes: int
     root: bytes
     sequences: dict[str, Sequence] = field(default_factory=dict)
     peers: dict[Peer, Member] = field(default_factory=dict)

@@ -1,0 +1,495 @@
+"""The prefill machine: computes prompts straight into decode's arena, chunk by chunk.
+
+Decides the order of prompts (first come, first served, packed into a token budget) and how large a
+chunk may be. It owns no memory: whatever it stores, a ticket allows, the fence is looked at before
+each chunk, and a block once announced is never stored into again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import assert_never
+
+from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.ids import Member, Peer, Role
+from baton.core.lifecycles import LeaseState, RequestState
+from baton.core.limits import Limits
+from baton.core.outcomes import Reason
+from baton.core.stopping import finish_of
+from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
+from baton.ports.ledger import AdvanceRequest
+from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
+from baton.prefill.io import (
+    ArenaOpened,
+    ChunkFinished,
+    ChunkResult,
+    ChunkRow,
+    MapArena,
+    RunChunk,
+    UnmapArena,
+)
+from baton.prefill.job import Job
+from baton.wire.messages import (
+    AnyMessage,
+    ArenaMapped,
+    ArenaOffered,
+    ArenaRef,
+    AssignPrefill,
+    BlockSum,
+    CancelWork,
+    ChunkAnnounced,
+    PrefillCommitted,
+    PrefillFailed,
+    RequestEnded,
+    Ticket,
+    TicketRevoked,
+    TokenChunk,
+    TokenRun,
+    WorkerStatus,
+    WorkFailed,
+    WorkRefused,
+    WriterStopped,
+)
+
+Event = (
+    TimePassed
+    | LeaseChanged
+    | DrainRequested
+    | PeerUp
+    | PeerLost
+    | PeerRefused
+    | Received
+    | LedgerAnswered
+    | ArenaOpened
+    | ChunkFinished
+)
+
+EXIT_HUNG = 75
+#: Weight of the newest chunk in the measured speed.
+SPEED_WEIGHT = 0.3
+
+
+class PrefillMachine:
+    """One prefill worker. ``Machine[Event, Command]``."""
+
+    def __init__(self, me: Peer, limits: Limits, *, block_size: int, root: bytes) -> None:
+        self.me = me
+        self.limits = limits
+        self.block_size = block_size
+        self.root = root
+        self.commands: list[object] = []
+        self.peers: dict[Peer, Member] = {}
+        self.lease = LeaseState.VACANT
+        self.draining = False
+        self.exited = False
+        #: By request id, in order of arrival.
+        self.jobs: dict[str, Job] = {}
+        #: Tickets whose assignment is still on its way (it comes over another link).
+        self.early: dict[tuple[str, int], tuple[Ticket, Peer, float]] = {}
+        self.arenas: dict[str, ArenaRef] = {}
+        self.step = 0
+        self.step_since: float | None = None
+        self.flying: list[tuple[ChunkRow, Job]] = []
+        self.tokens_per_s = 0.0
+        self.beat_at = 0.0
+        self.status_sent: WorkerStatus | None = None
+
+    # --- Machine ------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[object]:
+        self.commands = []
+        self._dispatch(event, now)
+        self._start_chunk(now)
+        self._report(now)
+        if self.draining and not self.jobs and not self.flying and not self.exited:
+            self.exited = True
+            self._emit(Exit(0, "drained"))
+        return self.commands
+
+    def deadline(self) -> float | None:
+        return self.beat_at
+
+    def check(self) -> None:
+        assert len(self.jobs) <= self.limits.prefill_queue_max
+        assert len(self.early) <= self.limits.prefill_queue_max
+        assert (self.step_since is None) == (not self.flying)
+        for job in self.jobs.values():
+            assert job.computed <= len(job.tokens)
+            assert job.ticket is not None or job.computed == 0
+
+    def _emit(self, command: object) -> None:
+        self.commands.append(command)
+
+    def _send(self, peer: Peer, message: AnyMessage) -> None:
+        if peer in self.peers:
+            self._emit(Send(peer, message))
+
+    def _note(self, event: str, job: Job | None = None, level: str = "info", **f: object) -> None:
+        ids = {} if job is None else {"request_id": job.spec.request_id, "epoch": job.epoch}
+        self._emit(Note(event, {**ids, **f}, level))
+
+    # --- events -------------------------------------------------------------------------------
+
+    def _dispatch(self, event: Event, now: float) -> None:
+        match event:
+            case TimePassed():
+                self._tick(now)
+            case Received(peer, message):
+                self._received(peer, message, now)
+            case ChunkFinished():
+                self._chunk_finished(event, now)
+            case ArenaOpened(ref, error):
+                self._arena_opened(ref, error)
+            case PeerUp(member):
+                self.peers[member.peer] = member
+                self.status_sent = None
+            case PeerLost(peer, reason):
+                self._peer_lost(peer, reason)
+            case LeaseChanged(state):
+                self.lease = state
+            case DrainRequested():
+                self.draining = True
+                self._note("draining", jobs=len(self.jobs))
+            case LedgerAnswered() | PeerRefused():
+                pass  # nothing here rests on the answer; the shell counts and logs both
+            case _:
+                assert_never(event)
+
+    def _received(self, peer: Peer, message: AnyMessage, now: float) -> None:
+        match message:
+            case AssignPrefill():
+                self._assign(peer, message, now)
+            case Ticket():
+                self._ticket(peer, message, now)
+            case TicketRevoked(request_id, epoch):
+                self._revoke(peer, request_id, epoch)
+            case CancelWork(request_id, epoch) | RequestEnded(request_id, epoch):
+                job = self.jobs.get(request_id)
+                if job is not None and job.epoch <= epoch:
+                    self._end(job, Reason.CLIENT_CANCELLED, "cancelled")
+            case ArenaOffered(arena):
+                if arena.owner == peer:
+                    self._emit(MapArena(arena))
+            case _:
+                self._note("unexpected_message", level="warning", kind=type(message).__name__)
+                self._emit(Measure("stale_messages_total", 1, {"kind": "unknown"}))
+
+    # --- taking in ----------------------------------------------------------------------------
+
+    def _assign(self, router: Peer, message: AssignPrefill, now: float) -> None:
+        request_id, epoch = message.spec.request_id, message.epoch
+        known = self.jobs.get(request_id)
+        if known is not None and known.epoch >= epoch:
+            if known.epoch > epoch:
+                self._refuse(router, message, Reason.STALE_EPOCH, f"epoch {known.epoch} is here")
+            return
+        if known is not None:
+            self._end(known, Reason.SUPERSEDED, f"epoch {epoch} begins")
+        refusal = self._why_not(message)
+        if request_id in self.jobs and refusal is None:
+            refusal = Reason.QUEUE_FULL, "the chunk of an older attempt still runs"
+        if refusal is not None:
+            self._refuse(router, message, *refusal)
+            return
+        job = Job.create(message, router, now)
+        self.jobs[request_id] = job
+        early = self.early.pop(job.key, None)
+        if early is not None:
+            self._accept(job, early[0], early[1])
+
+    def _why_not(self, message: AssignPrefill) -> tuple[Reason, str] | None:
+        if self.draining:
+            return Reason.DRAINING, "this worker is draining"
+        if self.lease is not LeaseState.HELD:
+            return Reason.SUSPECT, "this worker cannot renew its lease"
+        if len(self.jobs) >= self.limits.prefill_queue_max:
+            return Reason.QUEUE_FULL, "prefill_queue_max prompts are here"
+        if message.decode not in self.peers:
+            return Reason.NO_LINK, f"no link to {message.decode} yet"
+        return None
+
+    def _refuse(self, router: Peer, message: AssignPrefill, reason: Reason, text: str) -> None:
+        request_id, epoch = message.spec.request_id, message.epoch
+        self._note("work_refused", request_id=request_id, epoch=epoch, reason=reason, message=text)
+        self._send(router, WorkRefused(request_id, epoch, reason, text))
+
+    def _ticket(self, peer: Peer, ticket: Ticket, now: float) -> None:
+        job = self.jobs.get(ticket.request_id)
+        if job is not None and job.epoch == ticket.epoch:
+            if job.decode == peer and job.ticket is None:
+                self._accept(job, ticket, peer)
+            return
+        stale = job is not None and job.epoch > ticket.epoch
+        if stale or len(self.early) >= self.limits.prefill_queue_max:
+            reason = Reason.STALE_EPOCH if stale else Reason.QUEUE_FULL
+            self._send(peer, PrefillFailed(ticket.request_id, ticket.epoch, reason))
+            return
+        self.early[ticket.request_id, ticket.epoch] = (ticket, peer, now)
+
+    def _accept(self, job: Job, ticket: Ticket, peer: Peer) -> None:
+        if ticket.arena.file_id not in self.arenas:
+            self._fail(job, Reason.FENCED, f"the arena of {peer} is not mapped here")
+            return
+        wrong = job.accept(ticket, self.root, self.block_size)
+        if wrong is not None:
+            job.ticket = ticket
+            self._fail(job, Reason.FENCED, wrong)
+
+    # --- chunks -------------------------------------------------------------------------------
+
+    def budget(self) -> int:
+        """Tokens of the next chunk: a step stays below a quarter of the lease."""
+        most = self.limits.prefill_chunk_tokens
+        if self.tokens_per_s:
+            quarter_s = self.limits.lease_ttl_ms / 4000
+            most = min(most, int(self.tokens_per_s * quarter_s))
+        return max(self.block_size, most - most % self.block_size)
+
+    def _start_chunk(self, now: float) -> None:
+        if self.step_since is not None:
+            return
+        budget, rows = self.budget(), []
+        for job in self.jobs.values():
+            if job.ticket is None:
+                continue
+            chunk = job.chunk(budget, self.root, self.block_size)
+            if chunk is None:
+                break
+            if job.started_at is None:
+                job.started_at = now
+                self._advance(job)
+            rows.append((chunk, job))
+            budget -= len(chunk.row.token_ids)
+            if budget <= 0:
+                break
+        if not rows:
+            return
+        self.step += 1
+        self.step_since = now
+        self.flying = rows
+        self._emit(RunChunk(self.step, tuple(row for row, _ in rows)))
+
+    def _advance(self, job: Job) -> None:
+        if self.lease is LeaseState.HELD:
+            request_id, epoch = job.key
+            self._emit(
+                CallLedger(AdvanceRequest(request_id, epoch, RequestState.PREFILLING, self.me))
+            )
+
+    def _chunk_finished(self, event: ChunkFinished, now: float) -> None:
+        assert event.step == self.step
+        flying, self.flying = self.flying, []
+        self.step_since = None
+        tokens = sum(len(row.row.token_ids) for row, _ in flying)
+        self._emit(Measure("engine_step_seconds", event.seconds, {"kind": "prefill"}))
+        self._emit(Measure("engine_step_tokens", tokens, {"kind": "prefill"}))
+        if event.seconds > 0 and not any(result.fenced for result in event.results):
+            speed = tokens / event.seconds
+            weight = SPEED_WEIGHT if self.tokens_per_s else 1.0
+            self.tokens_per_s += weight * (speed - self.tokens_per_s)
+        for (row, job), result in zip(flying, event.results, strict=True):
+            if job.stopping:
+                self._stop(job)
+            elif result.fenced:
+                self._fail(job, Reason.FENCED, "the ticket's blocks were taken back")
+            elif result.failed:
+                self._fail(job, Reason.PREFILL_ERROR, result.failed, retryable=result.retryable)
+            else:
+                self._progress(job, row, result, event, now)
+
+    def _progress(
+        self, job: Job, row: ChunkRow, result: ChunkResult, event: ChunkFinished, now: float
+    ) -> None:
+        sums = job.advance(row, result.checksums)
+        request_id, epoch = job.key
+        if job.remaining:
+            if sums:
+                self._send(job.decode, ChunkAnnounced(request_id, epoch, sums))
+            return
+        self._commit(job, sums, result, event.last_write_ns, now)
+
+    def _commit(
+        self,
+        job: Job,
+        sums: tuple[BlockSum, ...],
+        result: ChunkResult,
+        last_write_ns: int,
+        now: float,
+    ) -> None:
+        """Everything is stored: first token to the gateway, commit to decode, nothing kept."""
+        assert result.sampled is not None and job.ticket is not None
+        request_id, epoch = job.key
+        first, logprob = result.sampled.token_id, result.sampled.logprob
+        finish = finish_of(job.spec.sampling, job.spec.max_tokens, len(job.forced), first)
+        prefill_s = now - (job.started_at or now)
+        self._send(
+            job.decode,
+            PrefillCommitted(
+                request_id=request_id,
+                epoch=epoch,
+                sums=sums,
+                first_id=first,
+                first_logprob=logprob,
+                finish=finish,
+                prefill_ms=prefill_s * 1000,
+                last_write_ns=last_write_ns,
+            ),
+        )
+        run = TokenRun(
+            request_id=request_id,
+            epoch=epoch,
+            index=len(job.forced),
+            ids=(first,),
+            logprobs=() if logprob is None else (logprob,),
+            finish=finish,
+            cached_tokens=job.ticket.cached_tokens,
+        )
+        self._send(job.spec.gateway, TokenChunk((run,)))
+        self._emit(Measure("request_prefill_seconds", prefill_s))
+        self._note("prefilled", job, tokens=len(job.tokens), prefill_ms=round(prefill_s * 1e3, 1))
+        del self.jobs[request_id]
+
+    # --- ends ---------------------------------------------------------------------------------
+
+    def _revoke(self, peer: Peer, request_id: str, epoch: int) -> None:
+        self.early.pop((request_id, epoch), None)
+        job = self.jobs.get(request_id)
+        if job is None or job.epoch != epoch or job.decode != peer or job.ticket is None:
+            # Nothing of that ticket was started, or all of it has returned.
+            if not self._flies(request_id, epoch):
+                self._send(peer, WriterStopped(request_id, epoch))
+            return
+        self._end(job, Reason.CLIENT_CANCELLED, "revoked")
+
+    def _flies(self, request_id: str, epoch: int) -> bool:
+        return any(job.key == (request_id, epoch) for _, job in self.flying)
+
+    def _end(self, job: Job, reason: Reason, text: str) -> None:
+        """Stop working on ``job``: at once, or when its chunk has returned."""
+        self._note("cancelled", job, reason=reason, message=text)
+        if self._flies(*job.key):
+            job.stopping = True
+        else:
+            self._stop(job)
+
+    def _stop(self, job: Job) -> None:
+        self._forget(job)
+        if job.ticket is not None:
+            self._send(job.decode, WriterStopped(*job.key))
+
+    def _forget(self, job: Job) -> None:
+        if self.jobs.get(job.spec.request_id) is job:
+            del self.jobs[job.spec.request_id]
+
+    def _fail(self, job: Job, reason: Reason, text: str, *, retryable: bool = True) -> None:
+        """Tell decode (which releases the blocks) and the router (which decides what next)."""
+        self._note("attempt_failed", job, level="warning", reason=reason, message=text)
+        self._forget(job)
+        request_id, epoch = job.key
+        self._send(job.decode, PrefillFailed(request_id, epoch, reason, text))
+        self._send(job.router, WorkFailed(request_id, epoch, reason, text, retryable=retryable))
+
+    # --- arenas, peers, time ------------------------------------------------------------------
+
+    def _arena_opened(self, ref: ArenaRef, error: str) -> None:
+        if ref.owner not in self.peers:
+            self._emit(UnmapArena(ref.file_id))
+            return
+        if error:
+            self._note("arena_refused", level="error", owner=str(ref.owner), error=error)
+        else:
+            self.arenas[ref.file_id] = ref
+            self._note("arena_mapped", owner=str(ref.owner))
+        self._send(ref.owner, ArenaMapped(ref.file_id, error))
+
+    def _peer_lost(self, peer: Peer, reason: str) -> None:
+        member = self.peers.pop(peer, None)
+        if member is None or member.role is not Role.DECODE:
+            return
+        for key in [key for key, (_, sender, _) in self.early.items() if sender == peer]:
+            del self.early[key]
+        for job in [job for job in self.jobs.values() if job.decode == peer]:
+            self._end(job, Reason.WORKER_LOST, f"{peer} is lost: {reason}")
+        self._unmap_lost()
+
+    def _unmap_lost(self) -> None:
+        """Unmap the arenas of those that are gone, once no chunk uses them."""
+        used = {row.row.arena for row, _ in self.flying}
+        for file_id, ref in list(self.arenas.items()):
+            if ref.owner not in self.peers and file_id not in used:
+                del self.arenas[file_id]
+                self._emit(UnmapArena(file_id))
+
+    def _tick(self, now: float) -> None:
+        since = self.step_since
+        if since is not None and now - since > self.limits.step_hung_ms / 1000:
+            self._emit(Exit(EXIT_HUNG, f"step {self.step} is hung"))
+            return
+        if now < self.beat_at:
+            return
+        self.beat_at = now + self.limits.lease_renew_ms / 1000
+        self.status_sent = None
+        self._unmap_lost()
+        wait_s = self.limits.ticket_wait_ms / 1000
+        for key, (_, sender, since) in list(self.early.items()):
+            if now - since > wait_s:
+                del self.early[key]
+                self._send(sender, PrefillFailed(*key, Reason.FENCED, "no assignment came"))
+        for job in list(self.jobs.values()):
+            if job.ticket is None and now - job.assigned_at > wait_s:
+                self._forget(job)
+                self._note("ticket_never_came", job, level="warning")
+                self._send(
+                    job.router,
+                    WorkFailed(*job.key, Reason.FENCED, "decode's ticket did not come in time"),
+                )
+
+    def _report(self, now: float) -> None:
+        status = self.worker_status(now)
+        last = self.status_sent
+        if last is not None and (last.accepting, last.waiting) == (
+            status.accepting,
+            status.waiting,
+        ):
+            return
+        self.status_sent = status
+        for peer, member in self.peers.items():
+            if member.role is Role.ROUTER:
+                self._send(peer, status)
+
+    def worker_status(self, now: float) -> WorkerStatus:
+        """Return what routers place by."""
+        since = self.step_since
+        return WorkerStatus(
+            accepting=not self.draining and self.lease is LeaseState.HELD,
+            running=len(self.flying),
+            waiting=len(self.jobs),
+            queued_tokens=sum(job.remaining for job in self.jobs.values()),
+            block_size=self.block_size,
+            step=self.step,
+            step_age_ms=0 if since is None else int((now - since) * 1000),
+        )
+
+    # --- looking in ---------------------------------------------------------------------------
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the gauges of ``/metrics``."""
+        return {
+            "num_requests_running": float(len(self.flying)),
+            "num_requests_waiting": float(len(self.jobs) - len(self.flying)),
+            "queue_tokens": float(sum(job.remaining for job in self.jobs.values())),
+        }
+
+    def status(self) -> dict[str, object]:
+        """Return what ``baton status`` shows."""
+        return {
+            "lease": self.lease.value,
+            "draining": self.draining,
+            "jobs": len(self.jobs),
+            "queued_tokens": sum(job.remaining for job in self.jobs.values()),
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "chunk_tokens": self.budget(),
+            "arenas": sorted(str(ref.owner) for ref in self.arenas.values()),
+            "peers": sorted(str(peer) for peer in self.peers),
+            "step": self.step,
+        }
