@@ -1,0 +1,177 @@
+"""The end of a request in the ledger: one compare-and-set, repeated while it cannot be reached.
+
+Decides how an outcome becomes the terminal one and which outcome the client is told when the ledger
+knows another. Bounded: the calls in flight by the sessions that existed, repetitions by time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from baton.core.ids import Peer
+from baton.core.lifecycles import TERMINAL
+from baton.core.outcomes import Ending, Outcome
+from baton.gateway.timers import Timers
+from baton.gateway.vocabulary import Command, End
+from baton.ports.driving import CallLedger, LedgerAnswered, Note
+from baton.ports.ledger import Conflict, EndRequest, Unavailable
+
+#: Ends remembered so that late messages about them are answered, oldest forgotten first.
+RECENT_MAX = 4_096
+#: More ends waiting for an unreachable ledger are given up, oldest first: their records expire with
+#: the gateway's lease or their deadline.
+WAITING_MAX = 8_192
+REPEAT_FIRST_S = 0.25
+REPEAT_MAX_S = 5.0
+REPEAT_FOR_S = 60.0
+
+
+@dataclass(slots=True)
+class _Ending:
+    op: EndRequest
+    since: float
+    client_told: bool
+    wait_s: float = REPEAT_FIRST_S
+
+
+@dataclass(slots=True)
+class Ended:
+    """A request that is over, as far as this gateway remembers."""
+
+    outcome: Outcome
+    told: set[Peer]
+    """Who has been sent its ``RequestEnded``."""
+
+
+class Endings:
+    """All requests of this gateway whose outcome is decided."""
+
+    def __init__(self, me: Peer) -> None:
+        self._me = me
+        self._waiting: OrderedDict[str, _Ending] = OrderedDict()
+        self._timers = Timers()
+        self.recent: OrderedDict[str, Ended] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        """Ends the ledger has not confirmed yet."""
+        return len(self._waiting)
+
+    def remember(self, request_id: str, outcome: Outcome, told: set[Peer]) -> None:
+        """Remember who was told the end of ``request_id``."""
+        self.recent[request_id] = Ended(outcome, told)
+        while len(self.recent) > RECENT_MAX:
+            self.recent.popitem(last=False)
+
+    def begin(
+        self,
+        request_id: str,
+        epoch: int,
+        outcome: Outcome,
+        now: float,
+        *,
+        tell_first: bool,
+        retry_after_ms: int = 0,
+    ) -> list[Command]:
+        """Propose ``outcome`` to the ledger.
+
+        The client of a completed request is told when the ledger has answered, so that it is told
+        the one outcome there is; with ``tell_first`` (nobody else could have ended it otherwise,
+        or nobody listens) it does not wait.
+        """
+        op = EndRequest(request_id=request_id, epoch=epoch, outcome=outcome, by=self._me)
+        self._waiting[request_id] = _Ending(op, now, client_told=tell_first)
+        commands: list[Command] = []
+        if tell_first:
+            commands.append(End(request_id, outcome, retry_after_ms))
+        commands.append(CallLedger(op))
+        if len(self._waiting) > WAITING_MAX:
+            oldest, ending = self._waiting.popitem(last=False)
+            self._timers.set(oldest, None)
+            if not ending.client_told:
+                commands.append(End(oldest, ending.op.outcome))
+            commands.append(Note("end_given_up", {"request_id": oldest}, "warning"))
+        return commands
+
+    def answered(self, answer: LedgerAnswered, now: float) -> list[Command]:
+        """Take the ledger's answer to one of our calls."""
+        assert isinstance(answer.op, EndRequest)
+        ending = self._waiting.get(answer.op.request_id)
+        if ending is None or ending.op != answer.op:
+            return []
+        reply = answer.reply
+        if isinstance(reply, Unavailable):
+            return self._repeat_later(ending, now)
+        if isinstance(reply, Conflict) and reply.state is not None:
+            if reply.state not in TERMINAL and reply.epoch > ending.op.epoch:
+                # The attempt moved on while the end was under way. What the client has was valid
+                # in every epoch (ids are never taken back), so the end holds for the newer one.
+                ending.op = EndRequest(
+                    request_id=ending.op.request_id,
+                    epoch=reply.epoch,
+                    outcome=ending.op.outcome,
+                    by=self._me,
+                )
+                return [CallLedger(ending.op)]
+            if reply.outcome is not None:
+                return self._finish(ending, _reconcile(ending.op.outcome, reply.outcome))
+        return self._finish(ending, ending.op.outcome)
+
+    def _finish(self, ending: _Ending, outcome: Outcome) -> list[Command]:
+        request_id = ending.op.request_id
+        del self._waiting[request_id]
+        self._timers.set(request_id, None)
+        commands: list[Command] = []
+        if not ending.client_told:
+            commands.append(End(request_id, outcome))
+        if outcome.ending is not ending.op.outcome.ending:
+            fields = {
+                "request_id": request_id,
+                "ours": str(ending.op.outcome.ending),
+                "ledger": str(outcome.ending),
+            }
+            commands.append(Note("end_differs", fields, "warning"))
+        return commands
+
+    def _repeat_later(self, ending: _Ending, now: float) -> list[Command]:
+        request_id = ending.op.request_id
+        commands: list[Command] = []
+        if not ending.client_told:
+            ending.client_told = True
+            commands.append(End(request_id, ending.op.outcome))
+        if now - ending.since >= REPEAT_FOR_S:
+            del self._waiting[request_id]
+            return [*commands, Note("end_given_up", {"request_id": request_id}, "warning")]
+        self._timers.set(request_id, now + ending.wait_s)
+        ending.wait_s = min(ending.wait_s * 2, REPEAT_MAX_S)
+        return commands
+
+    def deadline(self) -> float | None:
+        """When the next repetition is due."""
+        return self._timers.next_at()
+
+    def time_passed(self, now: float) -> list[Command]:
+        """Repeat what is due."""
+        return [
+            CallLedger(self._waiting[key].op)
+            for key in self._timers.pop_due(now)
+            if key in self._waiting
+        ]
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert len(self.recent) <= RECENT_MAX
+        assert len(self._waiting) <= WAITING_MAX
+        assert len(self._timers) <= len(self._waiting)
+
+
+def _reconcile(ours: Outcome, ledger: Outcome) -> Outcome:
+    """What the client is told when the ledger holds a terminal outcome already.
+
+    An answer that is complete at the gateway (all ids up to the end) stays complete if the ledger
+    says so too; its finish reason is the gateway's, which alone knows stop strings.
+    """
+    if ours.ending is Ending.COMPLETED and ledger.ending is Ending.COMPLETED:
+        return ours
+    return ledger

@@ -1,0 +1,201 @@
+"""One session: what the gateway knows of one request while it lives.
+
+Decides which token runs count (DESIGN 4.2): only those of the current attempt's epoch and
+incarnations, only the next index; what is repeated must repeat. It sends nothing and ends nothing:
+the machine does, from the :class:`Verdict`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.core.ids import Peer, Role
+from baton.core.outcomes import FinishReason
+from baton.wire.messages import RequestSpec, TokenRun
+
+#: Runs above the next index kept while the gap is asked for again. The link is ordered, so a gap
+#: appears only when a message died with its sender; more than this is asked for again instead.
+HELD_RUNS_MAX = 64
+
+
+class Phase(Enum):
+    """Where a session stands. It leaves the machine when its outcome is decided."""
+
+    WAITING = "waiting"
+    """No router has it yet (none is linked, or the one that had it was lost)."""
+    SUBMITTED = "submitted"
+    """A router has it; nobody was placed."""
+    RUNNING = "running"
+    """Placed, or tokens came."""
+
+
+_MOVES: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.SUBMITTED, Phase.RUNNING}),
+    Phase.SUBMITTED: frozenset({Phase.WAITING, Phase.SUBMITTED, Phase.RUNNING}),
+    Phase.RUNNING: frozenset({Phase.RUNNING}),
+}
+
+
+class Verdict(Enum):
+    """What became of a token run."""
+
+    FRESH = "fresh"
+    """At least one new id: :attr:`Session.fresh` holds the runs to deliver."""
+    REPEATED = "repeated"
+    STALE = "stale"
+    """A lower epoch, or another incarnation: refused."""
+    GAP = "gap"
+    """Ids below it are missing; ask for them."""
+    CORRUPT = "corrupt"
+    """It contradicts what was delivered already."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One request from submission to outcome."""
+
+    spec: RequestSpec
+    submitted_at: float
+    phase: Phase = Phase.WAITING
+    router: Peer | None = None
+    epoch: int = 1
+    """Lower ones are refused (the fence)."""
+    fenced: bool = False
+    """Fenced at ``epoch``, and not placed at it yet."""
+    decode: Peer | None = None
+    prefill: Peer | None = None
+    told: set[Peer] = field(default_factory=set)
+    """Everybody who may hold something for it, in any attempt: they all hear of the end."""
+    ids: array[int] = field(default_factory=lambda: array("I"))
+    cached_tokens: int = 0
+    decode_spoke: bool = False
+    """Decode has sent tokens in this attempt: prefill's death does not matter any more."""
+    held: dict[int, TokenRun] = field(default_factory=dict)
+    wanted_at: float | None = None
+    """When missing ids were asked for last."""
+    recovery_due: float | None = None
+    """A worker of the attempt is lost; somebody must have taken over by then."""
+    first_at: float | None = None
+    last_at: float | None = None
+    resubmissions: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    def become(self, phase: Phase) -> None:
+        """Move; an illegal move is a bug."""
+        assert phase in _MOVES[self.phase], f"illegal move {self.phase} -> {phase}"
+        self.phase = phase
+
+    def fence(self, epoch: int) -> None:
+        """Refuse everything below ``epoch`` from now on and forget the attempt's workers."""
+        assert epoch > self.epoch
+        self.epoch = epoch
+        self.fenced = True
+        self._unbind()
+
+    def place(self, epoch: int, decode: Peer, prefill: Peer | None) -> bool:
+        """Bind an attempt to its workers; ``False`` if it contradicts what is bound already."""
+        if epoch < self.epoch:
+            return False
+        if epoch > self.epoch:
+            self.epoch = epoch
+            self._unbind()
+        if self.decode not in (None, decode):
+            return False
+        if self.prefill is not None and prefill is not None and self.prefill != prefill:
+            return False
+        self.decode = decode
+        self.prefill = prefill if prefill is not None else self.prefill
+        self.fenced = False
+        self.told.update(peer for peer in (decode, prefill) if peer is not None)
+        return True
+
+    def _unbind(self) -> None:
+        self.decode = self.prefill = None
+        self.decode_spoke = False
+        self.held.clear()
+        self.wanted_at = None
+
+    def accept(self, peer: Peer, role: Role, run: TokenRun) -> tuple[Verdict, list[TokenRun]]:
+        """Judge ``run``; the second value is what is new, in order, each starting at the next
+        index."""
+        if run.epoch != self.epoch or not self._binds(peer, role, run):
+            return Verdict.STALE, []
+        if run.index > len(self.ids):
+            if len(self.held) < HELD_RUNS_MAX:
+                self.held[run.index] = run
+            return Verdict.GAP, []
+        fresh: list[TokenRun] = []
+        if not self._take(run, fresh):
+            return Verdict.CORRUPT, fresh
+        while self.held and (index := min(self.held)) <= len(self.ids):
+            if not self._take(self.held.pop(index), fresh):
+                return Verdict.CORRUPT, fresh
+        if not self.held:
+            self.wanted_at = None
+        return (Verdict.FRESH if fresh else Verdict.REPEATED), fresh
+
+    def _binds(self, peer: Peer, role: Role, run: TokenRun) -> bool:
+        """Whether ``peer`` is (or now becomes) this attempt's worker for what it sends.
+
+        Tokens may overtake :class:`RequestPlaced`, which comes from somebody else: the first
+        incarnation seen with an epoch is bound to it. Prefill has a say in the first token only.
+        """
+        if role is Role.DECODE:
+            if self.decode is None:
+                self.decode = peer
+                self.told.add(peer)
+            if self.decode != peer:
+                return False
+            self.decode_spoke = True
+            return True
+        if role is Role.PREFILL and run.index == 0 and len(run.ids) == 1:
+            if self.prefill is None:
+                self.prefill = peer
+                self.told.add(peer)
+            return self.prefill == peer
+        return False
+
+    def _take(self, run: TokenRun, fresh: list[TokenRun]) -> bool:
+        """Append what is new in ``run``; ``False`` if it contradicts what is held already."""
+        have = len(self.ids)
+        known = min(have - run.index, len(run.ids))
+        if tuple(self.ids[run.index : run.index + known]) != run.ids[:known]:
+            return False
+        if run.logprobs and len(run.logprobs) != len(run.ids):
+            return False
+        room = self.spec.max_tokens - have
+        new = run.ids[known : known + room]
+        if run.index == 0 and known == 0:
+            self.cached_tokens = run.cached_tokens
+        finish = run.finish if known + len(new) == len(run.ids) else None
+        if finish is None and len(new) == room:
+            # The worker ends it at this length itself; a longer answer never reaches a client.
+            finish = FinishReason.LENGTH
+        if not new and finish is None:
+            return True
+        self.ids.extend(new)
+        fresh.append(
+            TokenRun(
+                request_id=run.request_id,
+                epoch=run.epoch,
+                index=have,
+                ids=new,
+                logprobs=run.logprobs[known : known + len(new)],
+                finish=finish,
+                cached_tokens=self.cached_tokens,
+            )
+        )
+        return True
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert len(self.ids) <= self.spec.max_tokens
+        assert len(self.held) <= HELD_RUNS_MAX
+        assert all(index > len(self.ids) for index in self.held)
+        assert self.phase is not Phase.RUNNING or self.told or self.fenced
+        assert self.phase is not Phase.SUBMITTED or self.router is not None

@@ -1,0 +1,98 @@
+"""Events and commands only the gateway knows, between its machine and its HTTP layer.
+
+The HTTP layer turns client requests into :class:`Submitted` and executes :class:`Deliver`,
+:class:`End` and :class:`ReportsReady`; everything else is shared with the other services.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.outcomes import FinishReason, Outcome, Reason
+from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
+from baton.ports.transport import TransportEvent
+from baton.wire.messages import RequestSpec, TokenLogprob
+
+# --- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A client asked for this generation; one choice of an ``n > 1`` request each."""
+
+    spec: RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """Nobody wants the rest: cancelled, disconnected, or cut off as a slow reader."""
+
+    request_id: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatched:
+    """A stop string is complete in the text; the answer ends there."""
+
+    request_id: str
+    tokens_used: int
+    """Output tokens up to and including the one that completed the stop string."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportsWanted:
+    """Collect a report from every linked process; answered by :class:`ReportsReady`."""
+
+    kind: str
+    token: int
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Give these output ids to the client's stream. Never repeated, never out of order."""
+
+    request_id: str
+    index: int
+    """Output index of ``ids[0]``."""
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish: FinishReason | None
+    """Set with the last ids when the worker ended the answer; :class:`End` follows."""
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The one terminal outcome; nothing is delivered for this request afterwards."""
+
+    request_id: str
+    outcome: Outcome
+    retry_after_ms: int = 0
+    """With a refusal: when to try again, 0 if nobody said."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportsReady:
+    """What came in until all had answered or the wait was over: worker id to body."""
+
+    token: int
+    bodies: dict[str, bytes]
+
+
+Event = (
+    Submitted
+    | ClientGone
+    | StopMatched
+    | ReportsWanted
+    | TransportEvent
+    | LedgerAnswered
+    | TimePassed
+    | LeaseChanged
+    | DrainRequested
+)
+Command = Send | CallLedger | Note | Measure | Exit | Deliver | End | ReportsReady
