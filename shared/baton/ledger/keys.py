@@ -1,0 +1,58 @@
+"""Every key of the ledger, and what it holds.
+
+All keys of a pool carry one hash tag, so that a script may touch them together in a Redis Cluster;
+load is spread by using more pools. ``<peer>`` is ``worker_id/incarnation``. All times are
+milliseconds of the server's own clock.
+
+===================== ====== =======================================================================
+key                   type   holds
+===================== ====== =======================================================================
+``…:meta``            hash   ``id`` random, made by whoever finds none; ``rebuild_until`` and
+                             ``swept_at``: times
+``…:leases``          zset   ``<peer>`` scored by the lease's deadline (never a key TTL)
+``…:members``         hash   ``<peer>`` -> the Member as it announced itself (msgpack)
+``…:seat:<worker>``   string newest incarnation, then the ones it replaced, newest first. Lives an
+                             hour longer than the last lease of that name
+``…:request:<id>``    hash   one request, see below. Expires ``terminal_ttl_ms`` after its end, or
+                             that long after its deadline if nobody ended it
+``…:owners``          zset   ``<peer> <id>`` for router, gateway, decode and prefill of each live
+                             request, scored by the time when the record itself would expire
+===================== ====== =======================================================================
+
+Fields of a request: ``state``, ``epoch``, ``attempts``; the peers ``router``, ``gateway``,
+``decode``, ``prefill`` ("" where nobody); ``spec`` (RequestSpec, msgpack); ``expires_at``;
+``op:<op id>`` -> state and attempts that op was answered with, of the current epoch only (a retry
+drops the old ones and keeps its own); ``outcome`` (msgpack) and ``ended_by`` once terminal.
+"""
+
+from __future__ import annotations
+
+from baton.core.ids import Peer
+
+
+class Keys:
+    """The keys of one pool."""
+
+    def __init__(self, pool: str) -> None:
+        if not pool or any(char in pool for char in "{}"):
+            raise ValueError(f"a pool's name must not be empty nor hold braces: {pool!r}")
+        self._prefix = f"{{baton:{pool}}}"
+        self.meta = f"{self._prefix}:meta"
+        self.leases = f"{self._prefix}:leases"
+        self.members = f"{self._prefix}:members"
+        self.owners = f"{self._prefix}:owners"
+
+    def seat(self, worker_id: str) -> str:
+        return f"{self._prefix}:seat:{worker_id}"
+
+    def request(self, request_id: str) -> str:
+        return f"{self._prefix}:request:{request_id}"
+
+
+def owner_entry(peer: Peer, request_id: str) -> str:
+    """Return the member of ``owners`` that says: ``peer`` works on ``request_id``.
+
+    A dead peer's requests are the members that start with ``<peer>`` and a space: found with ZSCAN
+    and MATCH, a page at a time. A request has at most four entries.
+    """
+    return f"{peer} {request_id}"

@@ -1,0 +1,21 @@
+-- AdmitRequest: create the record at epoch 1, or return the one that is there.
+-- ARGV[5] target state, ARGV[6] router, ARGV[7] gateway, ARGV[8] spec bytes,
+-- ARGV[9] milliseconds after which the record goes if nobody ends it
+
+local target, router, gateway, spec, backstop_ms = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
+
+if record.state then
+  if record.outcome or record.router ~= router then
+    return conflict()
+  end
+  return done(record.epoch, record.state, record.attempts)
+end
+
+local time = redis.call('TIME')
+record.expires_at = time[1] * 1000 + math.floor(time[2] / 1000) + backstop_ms
+redis.call('HSET', request, 'state', target, 'epoch', epoch, 'attempts', 0, 'router', router,
+  'gateway', gateway, 'decode', '', 'prefill', '', 'expires_at', record.expires_at, 'spec', spec)
+redis.call('PEXPIREAT', request, record.expires_at)
+add_owner(router)
+add_owner(gateway)
+return done(epoch, target, 0)

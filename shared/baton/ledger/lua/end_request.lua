@@ -1,0 +1,18 @@
+-- EndRequest: the one compare-and-set that makes a request terminal.
+-- ARGV[5] target state, ARGV[6] who ends it, ARGV[7] outcome bytes, ARGV[8] terminal_ttl_ms
+
+local target, by, outcome, terminal_ttl = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
+
+if record.epoch == epoch and record.outcome == outcome and record.ended_by == by then
+  return done(epoch, record.state, record.attempts)
+end
+if record.epoch ~= epoch or not may_become_target() then
+  return conflict()
+end
+-- First what is allowed when memory is full (see begin_writing): an end must always be possible.
+redis.call('PEXPIRE', request, terminal_ttl)
+for _, peer in ipairs({record.router, record.gateway, record.decode, record.prefill}) do
+  remove_owner(peer)
+end
+redis.call('HSET', request, 'state', target, 'outcome', outcome, 'ended_by', by)
+return done(epoch, target, record.attempts)

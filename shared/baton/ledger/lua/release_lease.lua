@@ -1,0 +1,10 @@
+-- ReleaseLease: leave the registry. The seat is kept (for its TTL) while it remembers replaced
+-- incarnations: they must not come back.
+-- ARGV[5] incarnation
+
+redis.call('ZREM', leases, peer)
+redis.call('HDEL', members, peer)
+if redis.call('GET', seat) == ARGV[5] then
+  redis.call('DEL', seat)
+end
+return lost()

@@ -1,0 +1,198 @@
+"""Ops to scripts and back: which script, which keys, which arguments, what the reply means.
+
+Decides the arguments of every script in ``lua/``; the rules themselves are in the scripts. Legal
+moves are passed to them from ``baton.core.lifecycles``, so there is one table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import assert_never
+
+import msgspec
+
+from baton.core.ids import Member, Peer
+from baton.core.lifecycles import REQUEST_MOVES, RequestState
+from baton.core.limits import Limits
+from baton.core.outcomes import Outcome
+from baton.ledger.keys import Keys
+from baton.ledger.resp import RespReply, append_words
+from baton.ports.ledger import (
+    AcquireLease,
+    AdmitRequest,
+    AdvanceRequest,
+    AnyOp,
+    Conflict,
+    Done,
+    EndRequest,
+    LeaseHeld,
+    LeaseLost,
+    PlaceRequest,
+    ReleaseLease,
+    RenewLease,
+    Reply,
+    RetryRequest,
+    op_id,
+)
+
+#: A replaced incarnation that was frozen must find its seat taken when it thaws.
+SEAT_TTL_MS = 3_600_000
+SEAT_INCARNATIONS_MAX = 8
+
+_SCRIPTS: tuple[tuple[type[AnyOp], str, str], ...] = (
+    (AcquireLease, "lease_prelude", "acquire_lease"),
+    (RenewLease, "lease_prelude", "renew_lease"),
+    (ReleaseLease, "lease_prelude", "release_lease"),
+    (AdmitRequest, "request_prelude", "admit_request"),
+    (PlaceRequest, "request_prelude", "place_request"),
+    (AdvanceRequest, "request_prelude", "advance_request"),
+    (RetryRequest, "request_prelude", "retry_request"),
+    (EndRequest, "request_prelude", "end_request"),
+)
+
+_encode = msgspec.msgpack.Encoder().encode
+_outcome_decoder = msgspec.msgpack.Decoder(Outcome)
+_member_decoder = msgspec.msgpack.Decoder(Member)
+
+Word = bytes | str | int
+
+
+class Script:
+    """One script: its source and the name the server knows it by."""
+
+    def __init__(self, name: str, prelude: str) -> None:
+        folder = files("baton.ledger") / "lua"
+        parts = [(folder / f"{each}.lua").read_text() for each in (prelude, name)]
+        self.name = name
+        self.source = "\n".join(parts).encode()
+        self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
+
+
+class ReplyBroken(Exception):
+    """A script answered what no script of ours answers: a bug."""
+
+
+def load_scripts() -> dict[type[AnyOp], Script]:
+    """Read every script, by the op it executes."""
+    return {op: Script(name, prelude) for op, prelude, name in _SCRIPTS}
+
+
+@cache
+def sources_of(target: RequestState) -> str:
+    """Return the states from which ``target`` is legal, as the scripts look for them: `` a b ``."""
+    return "".join(f" {source}" for source, moves in REQUEST_MOVES.items() if target in moves) + " "
+
+
+class Scribe:
+    """Writes commands for one pool."""
+
+    def __init__(self, pool: str, limits: Limits) -> None:
+        self.keys = Keys(pool)
+        self.scripts = load_scripts()
+        self._limits = limits
+
+    def command(self, op: AnyOp) -> bytes:
+        """Return the EVALSHA command that executes ``op``."""
+        keys, arguments = self._words(op)
+        parts = [b"*%d\r\n" % (3 + len(keys) + len(arguments))]
+        append_words(parts, (b"EVALSHA", self.scripts[type(op)].sha, len(keys)))
+        append_words(parts, keys)
+        append_words(parts, arguments)
+        return b"".join(parts)
+
+    def _words(self, op: AnyOp) -> tuple[Sequence[Word], Sequence[Word]]:
+        """Return KEYS and ARGV."""
+        own: tuple[Word, ...]
+        match op:
+            case AcquireLease(member=member, ttl_ms=ttl_ms):
+                peer = member.peer
+                own = (peer.incarnation, peer.worker_id, _encode(member), SEAT_INCARNATIONS_MAX)
+                return self._lease(peer, ttl_ms, own)
+            case RenewLease(peer=peer, ttl_ms=ttl_ms):
+                return self._lease(peer, ttl_ms, ())
+            case ReleaseLease(peer=peer):
+                return self._lease(peer, self._limits.lease_ttl_ms, (peer.incarnation,))
+            case AdmitRequest(spec=spec, router=router):
+                backstop_ms = spec.deadline_ms + self._limits.terminal_ttl_ms
+                own = (str(router), str(spec.gateway), _encode(spec), backstop_ms)
+                return self._request(spec.request_id, 1, "", RequestState.ADMITTED, own)
+            case PlaceRequest(request_id=request_id, epoch=epoch):
+                own = (str(op.router), str(op.decode), str(op.prefill or ""))
+                return self._request(request_id, epoch, op_id(op), RequestState.PLACED, own)
+            case AdvanceRequest(request_id=request_id, epoch=epoch, state=state, by=by):
+                return self._request(request_id, epoch, op_id(op), state, (str(by),))
+            case RetryRequest(request_id=request_id, epoch=epoch, router=router):
+                own = (str(router),)
+                return self._request(request_id, epoch, op_id(op), RequestState.ADMITTED, own)
+            case EndRequest(request_id=request_id, epoch=epoch, outcome=outcome, by=by):
+                state = RequestState(outcome.ending.value)
+                own = (str(by), _encode(outcome), self._limits.terminal_ttl_ms)
+                return self._request(request_id, epoch, "", state, own)
+            case _:
+                assert_never(op)
+
+    def _lease(
+        self, peer: Peer, ttl_ms: int, own: Sequence[Word]
+    ) -> tuple[Sequence[Word], Sequence[Word]]:
+        keys = self.keys
+        names = (keys.meta, keys.leases, keys.members, keys.seat(peer.worker_id), keys.owners)
+        return names, (str(peer), ttl_ms, secrets.token_hex(8), SEAT_TTL_MS, *own)
+
+    def _request(
+        self, request_id: str, epoch: int, op: str, target: RequestState, own: Sequence[Word]
+    ) -> tuple[Sequence[Word], Sequence[Word]]:
+        names = (self.keys.request(request_id), self.keys.owners)
+        return names, (request_id, epoch, op, sources_of(target), target.value, *own)
+
+
+@lru_cache(maxsize=512)
+def _member(data: bytes) -> Member:
+    # Every renewal of every process brings all members: the same bytes again and again.
+    return _member_decoder.decode(data)
+
+
+def _peer(text: str) -> Peer:
+    worker_id, _, incarnation = text.rpartition("/")
+    return Peer(worker_id, int(incarnation))
+
+
+def _text(word: RespReply) -> str:
+    assert isinstance(word, bytes)
+    return word.decode()
+
+
+def read_reply(reply: RespReply) -> Reply:
+    """Return what a script's reply means.
+
+    Raises:
+        ReplyBroken: no script of ours answers that.
+    """
+    try:
+        return _read(reply)
+    except (AssertionError, IndexError, ValueError, msgspec.MsgspecError) as error:
+        raise ReplyBroken(f"{error!r} in the reply {str(reply)[:200]}") from error
+
+
+def _read(reply: RespReply) -> Reply:
+    assert isinstance(reply, list)
+    match reply:
+        case [b"done", int(epoch), state, int(attempts)]:
+            return Done(epoch, RequestState(_text(state)), attempts)
+        case [b"conflict"]:
+            return Conflict(0, None)
+        case [b"conflict", int(epoch), state, bytes(outcome)]:
+            ended = _outcome_decoder.decode(outcome) if outcome else None
+            return Conflict(epoch, RequestState(_text(state)), ended)
+        case [b"lost", ledger_id]:
+            return LeaseLost(_text(ledger_id))
+        case [b"held", ledger_id, int(rebuilding), int(lost_len), *rest]:
+            lost = tuple(sorted(_peer(_text(word)) for word in rest[:lost_len]))
+            members = [_member(word) for word in rest[lost_len:] if isinstance(word, bytes)]
+            members.sort(key=lambda member: member.peer)
+            return LeaseHeld(_text(ledger_id), bool(rebuilding), tuple(members), lost)
+        case _:
+            raise ValueError("unknown form")
