@@ -1,0 +1,216 @@
+"""The owner's side of an arena: a named file in shared memory that outlives its process.
+
+Decides how an arena comes to be (sized, allocated, locked, populated, named, in this order) and how
+it ends. It does not decide block states: the owner's block pool does, and marks them here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from baton.channel import files, locks, sizing
+from baton.channel.checksum import mismatches
+from baton.channel.files import reclaim_unlocked
+from baton.channel.layout import Header, Records, make_header, pack_header
+from baton.channel.mapping import Mapping
+from baton.core.ids import Compat, Peer
+from baton.ports.channel import ArenaInUse, BlockCheck, BlockMark
+from baton.ports.engine import KVLayout
+from baton.wire.messages import ArenaRef
+
+__all__ = ["DEFAULT_DIRECTORY", "SharedArena", "reclaim_unlocked"]
+
+DEFAULT_DIRECTORY = Path("/dev/shm")
+#: Two processes that start under one name at once may each find the other's file this often.
+_LINK_TRIES = 3
+
+log = structlog.get_logger(__name__)
+
+
+class SharedArena:
+    """An arena this process owns (``baton.ports.channel.OwnArena``). Made by :meth:`create`.
+
+    ``verify`` may run in any thread; everything else belongs to one. The memory is zero when new,
+    and so is every record (FREE, generation 0).
+    """
+
+    def __init__(self, fd: int, path: Path, header: Header, note: str) -> None:
+        """Take over an allocated file in which this incarnation's byte is locked."""
+        info = os.fstat(fd)
+        locks.hold_across_fork(info.st_dev, info.st_ino)
+        self._fd = fd
+        self._path = path
+        self._layout = header.layout
+        self._owner = header.owner
+        self._map = Mapping(fd, 0, header.file_bytes, writable=True)
+        records = slice(header.records_offset, header.journal_offset)
+        self._records = Records(self._map.view[records], header.blocks_total)
+        blocks_end = header.blocks_offset + header.blocks_total * header.block_bytes
+        self._memory = self._map.view[header.blocks_offset : blocks_end]
+        #: Incarnations whose lock was seen, and those among them whose lock was then seen gone.
+        self._seen: set[int] = set()
+        self._dead: set[int] = set()
+        self._closed = False
+        self.lingering = False
+        """After ``close``: views were still open, the pages go with the last of them."""
+        self.blocks_total = header.blocks_total
+        self.size_note = note
+        """How the size came about, in words, for the log."""
+        self.ref = ArenaRef(
+            path=str(path),
+            device=info.st_dev,
+            inode=info.st_ino,
+            file_id=header.file_id,
+            owner=header.owner,
+        )
+
+    @classmethod
+    def create(
+        cls,
+        directory: Path | str,
+        cluster: str,
+        owner: Peer,
+        layout: KVLayout,
+        compat: Compat,
+        *,
+        blocks: int = 0,
+        size_mb: int = 0,
+    ) -> SharedArena:
+        """Create, allocate and name the arena of ``owner``; replace one whose owner is dead.
+
+        The size is ``blocks``, or ``size_mb``, or (both 0) what fits (``baton.channel.sizing``).
+        Takes some seconds per GiB: every page is allocated and touched now.
+
+        Raises:
+            ArenaTooSmall: the size does not fit; the text holds both sizes.
+            ArenaInUse: another live incarnation owns this worker's arena.
+        """
+        assert owner.incarnation > 0, "incarnation 0 means nobody"
+        directory = Path(directory)
+        path = files.arena_path(directory, cluster, owner.worker_id)
+        if files.remove_unowned(path):
+            log.info("arena_reclaimed", path=str(path))
+        room = sizing.room_in(directory)
+        size = sizing.choose_size(layout, room, blocks=blocks, size_mb=size_mb)
+        header = make_header(
+            cluster=cluster,
+            owner=owner,
+            pid=os.getpid(),
+            file_id=secrets.token_hex(16),
+            layout=layout,
+            compat=compat,
+            blocks_total=size.blocks_total,
+        )
+        fd = _open_unnamed(directory)
+        try:
+            _allocate(fd, header, room, size.note)
+            arena = cls(fd, path, header, size.note)
+        except BaseException:
+            os.close(fd)
+            raise
+        try:
+            _name(fd, path)
+        except BaseException:
+            arena.close(unlink=False)
+            raise
+        return arena
+
+    @property
+    def memory(self) -> memoryview:
+        return self._memory
+
+    def mark(self, marks: Sequence[BlockMark]) -> None:
+        for mark in marks:
+            self._records.store(mark)
+
+    def marked(self, block: int) -> BlockMark:
+        """Return what the metadata says of one block."""
+        return self._records.load(block)
+
+    def verify(self, checks: Sequence[BlockCheck]) -> list[int]:
+        return mismatches(self._memory, self._layout, checks)
+
+    def writer_alive(self, incarnation: int) -> bool:
+        """Whether that incarnation's lock is held: seen through this very descriptor.
+
+        ``False`` before it mapped the arena; once seen held and then gone, ``False`` for ever.
+        """
+        if incarnation == self._owner.incarnation:
+            return True
+        if incarnation in self._dead:
+            return False
+        alive = locks.is_locked(self._fd, incarnation)
+        if alive:
+            self._seen.add(incarnation)
+        elif incarnation in self._seen:
+            self._dead.add(incarnation)
+        return alive
+
+    def close(self, *, unlink: bool) -> None:
+        """Give the arena up; with ``unlink`` remove its name first. Repeating it does nothing.
+
+        Views that are still open keep the pages and this incarnation's lock until they go:
+        ``lingering`` is then set and a warning logged, nothing is raised.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        # While the lock is held nobody else can have replaced the file, unless by force.
+        if unlink and files.names(self._path, self._fd):
+            os.unlink(self._path)
+        del self._records, self._memory
+        self.lingering = not self._map.close()
+        os.close(self._fd)
+        if self.lingering:
+            log.warning("arena_views_open", path=str(self._path))
+
+
+def _open_unnamed(directory: Path) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
+            message = f"{directory} has no unnamed files: [arena] dir must be on a tmpfs"
+            raise OSError(error.errno, message) from error
+        raise
+
+
+def _allocate(fd: int, header: Header, room: sizing.Room, note: str) -> None:
+    """Lock, allocate every page and write the header. The mapping comes after the lock."""
+    os.fchmod(fd, 0o600)  # whatever the umask
+    assert locks.lock(fd, header.owner.incarnation), "nobody else knows this file"
+    try:
+        os.posix_fallocate(fd, 0, header.file_bytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise sizing.too_small(header.file_bytes, room, note) from error
+        raise
+    os.pwrite(fd, pack_header(header), 0)
+
+
+def _name(fd: int, path: Path) -> None:
+    """Give the finished file its name, which takes no other file's place."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for _ in range(_LINK_TRIES):
+            try:
+                # A directory descriptor makes this linkat(AT_SYMLINK_FOLLOW), see open(2).
+                os.link(
+                    f"/proc/self/fd/{fd}",
+                    path.name,
+                    src_dir_fd=folder,
+                    dst_dir_fd=folder,
+                    follow_symlinks=True,
+                )
+                return
+            except FileExistsError:
+                files.remove_unowned(path)  # raises ArenaInUse if that one's owner lives
+    finally:
+        os.close(folder)
+    raise ArenaInUse(f"{path} is taken again and again by other processes")

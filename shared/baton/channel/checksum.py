@@ -1,0 +1,81 @@
+"""Checksums of blocks: what is covered and what seeds them.
+
+Decides one definition: xxh3-64 over the filled tokens only, in memory order (for each layer, K
+then V, the first ``tokens`` tokens), seeded with (chain hash before the block, logical number,
+generation). A block is ``[layers, 2, tokens, heads, head_dim]``, so a full one is a single run of
+bytes; a partial one is ``layers * 2`` runs whose concatenation is hashed, which for a full block
+is the same. Wrong bytes, fewer or more tokens, another prefix, position or generation all differ.
+
+Nothing is copied and no interpreter lock is held while large runs are hashed, so it may run beside
+the event loop.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import xxhash
+
+from baton.channel.layout import CHAIN_BYTES
+from baton.ports.channel import BlockCheck
+from baton.ports.engine import KVLayout
+
+_SEED = struct.Struct("<16sQQ")
+_U32_MAX = 2**32 - 1
+
+
+def seed_of(chain: bytes, logical: int, generation: int) -> int:
+    """Return the 64-bit seed that binds a checksum to its place."""
+    assert len(chain) == CHAIN_BYTES
+    return xxhash.xxh3_64_intdigest(_SEED.pack(chain, logical, generation))
+
+
+def block_checksum(block: memoryview, layout: KVLayout, tokens: int, seed: int) -> int:
+    """Return the checksum of the first ``tokens`` tokens of one block (``block_bytes`` bytes)."""
+    assert 1 <= tokens <= layout.block_size
+    assert len(block) == layout.block_bytes
+    if tokens == layout.block_size:
+        return xxhash.xxh3_64_intdigest(block, seed=seed)
+    hasher = xxhash.xxh3_64(seed=seed)
+    run = tokens * layout.token_bytes_per_axis
+    stride = layout.block_size * layout.token_bytes_per_axis
+    for start in range(0, layout.block_bytes, stride):
+        hasher.update(block[start : start + run])
+    return hasher.intdigest()
+
+
+def checksum_in(blocks: memoryview, layout: KVLayout, check: BlockCheck) -> int:
+    """Return the checksum of ``check``'s block within an arena's block area (writer's side)."""
+    assert _plausible(blocks, layout, check), f"no such block or tokens: {check}"
+    at = check.block * layout.block_bytes
+    return block_checksum(
+        blocks[at : at + layout.block_bytes],
+        layout,
+        check.tokens,
+        seed_of(check.chain, check.logical, check.generation),
+    )
+
+
+def mismatches(blocks: memoryview, layout: KVLayout, checks: Sequence[BlockCheck]) -> list[int]:
+    """Return the logical numbers whose bytes do not match.
+
+    A check that cannot be true (more tokens than a block has, a number out of range) came from a
+    peer's message, so it is a mismatch, not a bug.
+    """
+    return [
+        check.logical
+        for check in checks
+        if not _plausible(blocks, layout, check)
+        or checksum_in(blocks, layout, check) != check.checksum
+    ]
+
+
+def _plausible(blocks: memoryview, layout: KVLayout, check: BlockCheck) -> bool:
+    return (
+        0 <= check.block < len(blocks) // layout.block_bytes
+        and 1 <= check.tokens <= layout.block_size
+        and 0 <= check.logical <= _U32_MAX
+        and 0 <= check.generation <= _U32_MAX
+        and len(check.chain) == CHAIN_BYTES
+    )

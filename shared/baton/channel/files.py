@@ -1,0 +1,132 @@
+"""Arena files: their names, opening them without trust, and removing those nobody holds.
+
+Decides when a file may be removed: by its owner, or when nobody holds the owner's lock. A file gets
+its name only once it is complete and locked (O_TMPFILE, then a link), so a named file is never half
+written, and one that a killed process had not named yet vanishes with it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from baton.channel import locks
+from baton.channel.layout import PAGE, BadHeader, Header, unpack_header
+from baton.ports.channel import ArenaInUse
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def arena_path(directory: Path, cluster: str, worker_id: str) -> Path:
+    """Return where the arena of ``worker_id`` lies."""
+    for name in (cluster, worker_id):
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} cannot be part of a file name: letters, digits, _ . - only")
+    return directory / f"baton-{cluster}-{worker_id}.arena"
+
+
+def open_arena(path: Path | str) -> int:
+    """Open an arena file, refusing what another user may have put there.
+
+    Raises:
+        PermissionError: a link, not a regular file, or not this user's.
+        FileNotFoundError: no such file.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise PermissionError(f"{path} cannot be an arena: {error.strerror}") from error
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+        os.close(fd)
+        raise PermissionError(f"{path} is not a regular file of this user")
+    return fd
+
+
+def read_header(fd: int) -> Header:
+    """Return the header of an open file, checked against the file's length.
+
+    Raises:
+        BadHeader: it is not an arena of this version.
+    """
+    header = unpack_header(os.pread(fd, PAGE, 0))
+    size = os.fstat(fd).st_size
+    if size != header.file_bytes:
+        raise BadHeader(f"file has {size} bytes, its header says {header.file_bytes}")
+    return header
+
+
+def names(path: Path | str, fd: int) -> bool:
+    """Whether ``path`` still names the open file."""
+    try:
+        named = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def remove_unowned(path: Path) -> bool:
+    """Remove the arena file at ``path`` if its owner is dead; return whether there was one.
+
+    Writers that still hold locks in it keep their pages until they unmap them, which harms nobody.
+
+    Raises:
+        ArenaInUse: its owner lives, or another process is replacing it right now.
+    """
+    while True:
+        try:
+            fd = open_arena(path)
+        except FileNotFoundError:
+            return False
+        try:
+            if not locks.lock(fd, locks.REPLACE_BYTE):
+                raise ArenaInUse(f"{path} is being replaced by another process")
+            if not names(path, fd):
+                continue  # replaced between opening and locking: look at the new one
+            _refuse_if_owned(path, fd)
+            os.unlink(path)
+            return True
+        finally:
+            os.close(fd)
+
+
+def _refuse_if_owned(path: Path, fd: int) -> None:
+    try:
+        header = read_header(fd)
+    except BadHeader:
+        # Another version's file: which byte is the owner's is unknown, so any lock protects it.
+        if locks.is_any_locked(fd):
+            raise ArenaInUse(f"{path} is held by a process of another version") from None
+        return
+    if locks.is_locked(fd, header.owner.incarnation):
+        raise ArenaInUse(f"{path} belongs to {header.owner}, pid {header.pid}, which is running")
+
+
+def reclaim_unlocked(directory: Path, cluster: str) -> list[Path]:
+    """Remove the cluster's arena files in which nobody holds any lock; return their paths.
+
+    Files whose header is unreadable are left alone: they may be another version's.
+    """
+    removed = []
+    for path in sorted(directory.glob(f"baton-{cluster}-*.arena")):
+        try:
+            fd = open_arena(path)
+        except OSError:
+            continue  # gone, or another user's
+        try:
+            # Cluster "a" must not take the files of cluster "a-b": the header decides.
+            if read_header(fd).cluster != cluster or locks.is_any_locked(fd):
+                continue
+            if locks.lock(fd, locks.REPLACE_BYTE) and names(path, fd):
+                os.unlink(path)
+                removed.append(path)
+        except BadHeader:
+            continue
+        finally:
+            os.close(fd)
+    return removed

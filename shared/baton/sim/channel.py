@@ -1,0 +1,260 @@
+"""Shared memory of one simulated host: arenas, locks and the faults that happen to them.
+
+Held to the real channel by ``tests/conformance/test_channel.py``. Layout of records and checksums
+are the real ones; a file is a dictionary entry, a lock a row in a table, and death takes the time
+that the kernel takes to unmap. No chance in here: who is killed when is the scenario's decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton.channel.checksum import checksum_in, mismatches
+from baton.channel.layout import RECORD_BYTES, Records
+from baton.core.ids import Compat, Peer
+from baton.ports.channel import ArenaGone, ArenaInUse, ArenaTooSmall, BlockCheck, BlockMark
+from baton.ports.engine import KVLayout
+from baton.wire.messages import ArenaRef, TicketBlock
+
+#: From the kill to the lock's end: 0.1 s per GiB was measured for 4-KiB pages.
+UNMAP_S = 0.1
+
+
+class SimFile:
+    """One arena file: its bytes and who holds which byte of it locked."""
+
+    def __init__(
+        self, cluster: str, ref: ArenaRef, layout: KVLayout, compat: Compat, blocks_total: int
+    ) -> None:
+        self.cluster = cluster
+        self.ref = ref
+        self.layout = layout
+        self.compat = compat
+        self.blocks_total = blocks_total
+        self.records = memoryview(bytearray(blocks_total * RECORD_BYTES))
+        self.blocks = memoryview(bytearray(blocks_total * layout.block_bytes))
+        self.locked: set[int] = set()
+
+
+class SimHost:
+    """The memory of one host. ``now`` is the virtual time in seconds."""
+
+    def __init__(self, now: Callable[[], float], *, space: int = 2**40) -> None:
+        self._now = now
+        self._space = space
+        self._files: dict[str, SimFile] = {}
+        #: Incarnation -> when its locks vanish.
+        self._killed: dict[int, float] = {}
+        self._created = 0
+
+    def create(
+        self, cluster: str, owner: Peer, layout: KVLayout, compat: Compat, *, blocks: int
+    ) -> SimArena:
+        """Create ``owner``'s arena; replace one whose owner is dead.
+
+        Raises:
+            ArenaInUse: another live incarnation owns it.
+            ArenaTooSmall: more than the space that is left.
+        """
+        assert owner.incarnation > 0, "incarnation 0 means nobody"
+        path = f"/sim/baton-{cluster}-{owner.worker_id}.arena"
+        old = self._files.get(path)
+        if old is not None:
+            if self.is_locked(old, old.ref.owner.incarnation):
+                raise ArenaInUse(f"{path} belongs to {old.ref.owner}, which is running")
+            self.unlink(old)
+        needed = blocks * layout.block_bytes
+        if needed > self._space:
+            raise ArenaTooSmall(f"the arena needs {needed} bytes, available are {self._space}")
+        self._created += 1
+        ref = ArenaRef(
+            path=path,
+            device=1,
+            inode=self._created,
+            file_id=f"{self._created:032x}",
+            owner=owner,
+        )
+        file = SimFile(cluster, ref, layout, compat, blocks)
+        file.locked.add(owner.incarnation)
+        self._files[path] = file
+        self._space -= needed
+        return SimArena(self, file)
+
+    def channel(self, layout: KVLayout, compat: Compat) -> SimChannel:
+        """Return one process's channel on this host."""
+        return SimChannel(self, layout, compat)
+
+    # --- faults -------------------------------------------------------------------------------
+
+    def kill(self, incarnation: int, *, unmap_s: float = UNMAP_S) -> None:
+        """SIGKILL: its locks vanish after ``unmap_s``. The scenario stops running it at once."""
+        self._killed.setdefault(incarnation, self._now() + unmap_s)
+
+    def was_killed(self, incarnation: int) -> bool:
+        """Whether it was killed; a frozen process needs no call here, since its locks stay."""
+        return incarnation in self._killed
+
+    def flip(self, ref: ArenaRef, block: int, byte: int, mask: int = 1) -> None:
+        """Invert the bits ``mask`` of one byte of one block."""
+        file = self.find(ref)
+        assert 0 <= byte < file.layout.block_bytes
+        file.blocks[block * file.layout.block_bytes + byte] ^= mask
+
+    def reclaim_unlocked(self, cluster: str) -> list[str]:
+        """Remove the cluster's files in which nobody holds any lock; return their paths."""
+        removed = []
+        for path, file in sorted(self._files.items()):
+            locked = any(self.is_locked(file, each) for each in sorted(file.locked))
+            if file.cluster == cluster and not locked:
+                self.unlink(file)
+                removed.append(path)
+        return removed
+
+    # --- what arenas and channels need ----------------------------------------------------------
+
+    def find(self, ref: ArenaRef) -> SimFile:
+        """Return the file ``ref`` names.
+
+        Raises:
+            ArenaGone: the path names another file, or none.
+        """
+        file = self._files.get(ref.path)
+        if file is None or file.ref != ref:
+            raise ArenaGone(f"{ref.path} is not the file that {ref.owner} named")
+        return file
+
+    def is_locked(self, file: SimFile, incarnation: int) -> bool:
+        """Whether the kernel would still show that lock."""
+        if self._now() >= self._killed.get(incarnation, float("inf")):
+            file.locked.discard(incarnation)
+        return incarnation in file.locked
+
+    def unlink(self, file: SimFile) -> None:
+        """Remove the file's name if it is still this file's."""
+        if self._files.get(file.ref.path) is file:
+            del self._files[file.ref.path]
+            self._space += len(file.blocks)
+
+
+class SimArena:
+    """The owner's side (``baton.ports.channel.OwnArena``)."""
+
+    def __init__(self, host: SimHost, file: SimFile) -> None:
+        self.ref = file.ref
+        self.blocks_total = file.blocks_total
+        self._host = host
+        self._file = file
+        self._records = Records(file.records, file.blocks_total)
+        self._seen: set[int] = set()
+        self._dead: set[int] = set()
+
+    @property
+    def memory(self) -> memoryview:
+        return self._file.blocks
+
+    def mark(self, marks: Sequence[BlockMark]) -> None:
+        for mark in marks:
+            self._records.store(mark)
+
+    def marked(self, block: int) -> BlockMark:
+        """Return what the metadata says of one block."""
+        return self._records.load(block)
+
+    def verify(self, checks: Sequence[BlockCheck]) -> list[int]:
+        return mismatches(self._file.blocks, self._file.layout, checks)
+
+    def writer_alive(self, incarnation: int) -> bool:
+        if incarnation == self.ref.owner.incarnation:
+            return True
+        if incarnation in self._dead:
+            return False
+        alive = self._host.is_locked(self._file, incarnation)
+        if alive:
+            self._seen.add(incarnation)
+        elif incarnation in self._seen:
+            self._dead.add(incarnation)
+        return alive
+
+    def close(self, *, unlink: bool) -> None:
+        if unlink:
+            self._host.unlink(self._file)
+        self._file.locked.discard(self.ref.owner.incarnation)
+
+
+class SimChannel:
+    """One process's way to other processes' arenas (``baton.ports.channel.Channel``)."""
+
+    def __init__(self, host: SimHost, layout: KVLayout, compat: Compat) -> None:
+        self._host = host
+        self._layout = layout
+        self._compat = compat
+        self._mapped: dict[tuple[str, int], SimMapped] = {}
+
+    def map(self, ref: ArenaRef, me: Peer) -> SimMapped:
+        """Map ``ref`` with ``me`` locked in it.
+
+        Raises:
+            ArenaGone: as ``baton.channel.shm.ShmChannel.map``.
+        """
+        assert me.incarnation > 0, "incarnation 0 means nobody"
+        assert not self._host.was_killed(me.incarnation), f"{me} ran after its death"
+        key = (ref.file_id, me.incarnation)
+        mapped = self._mapped.get(key)
+        if mapped is None:
+            mapped = self._mapped[key] = self._open(ref, me)
+        elif mapped.closed:
+            raise ArenaGone(f"{me} closed {ref.path} before, which its owner took for death")
+        return mapped
+
+    def _open(self, ref: ArenaRef, me: Peer) -> SimMapped:
+        file = self._host.find(ref)
+        differences = file.compat.differences(self._compat)
+        if file.layout != self._layout:
+            theirs, mine = file.layout.describe(), self._layout.describe()
+            differences.append(f"KV layout: {theirs} != {mine}")
+        if differences:
+            raise ArenaGone(f"{ref.path} of {ref.owner} does not fit: {'; '.join(differences)}")
+        if not self._host.is_locked(file, ref.owner.incarnation):
+            raise ArenaGone(f"{ref.owner}, the owner of {ref.path}, is dead")
+        if self._host.is_locked(file, me.incarnation):
+            raise ArenaGone(f"another process maps {ref.path} as {me}")
+        file.locked.add(me.incarnation)
+        return SimMapped(self._host, file, me)
+
+
+class SimMapped:
+    """Somebody else's arena (``baton.ports.channel.MappedArena``)."""
+
+    def __init__(self, host: SimHost, file: SimFile, me: Peer) -> None:
+        self.ref = file.ref
+        self.blocks_total = file.blocks_total
+        self.closed = False
+        self._host = host
+        self._file = file
+        self._me = me
+        self._records = Records(file.records.toreadonly(), file.blocks_total)
+
+    @property
+    def memory(self) -> memoryview:
+        return self._file.blocks
+
+    def may_write(self, epoch: int, blocks: Sequence[TicketBlock]) -> bool:
+        self._assert_running()
+        writable, me = self._records.writable_by, self._me.incarnation
+        return all(writable(me, epoch, each.block, each.generation) for each in blocks)
+
+    def marked(self, block: int) -> BlockMark:
+        """Return what the owner's metadata says of one block."""
+        return self._records.load(block)
+
+    def checksums(self, checks: Sequence[BlockCheck]) -> list[int]:
+        self._assert_running()
+        return [checksum_in(self._file.blocks, self._file.layout, check) for check in checks]
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._file.locked.discard(self._me.incarnation)
+
+    def _assert_running(self) -> None:
+        assert not self._host.was_killed(self._me.incarnation), f"{self._me} ran after its death"
