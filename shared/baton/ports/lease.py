@@ -121,8 +121,8 @@ class LeaseKeeper:
         assert self._over or self._asked is not None or self._ask_at is not None, "would never ask"
         if self.state is LeaseState.HELD:
             assert self._registered, "held without being in the ledger"
-        if self.state is LeaseState.LOST:
-            assert not self._registered, "lost but in the ledger"
+        if self.state is LeaseState.SUSPECT:
+            assert self._registered, "suspect without ever having been in the ledger"
 
     # --- decisions ----------------------------------------------------------------------------
 
@@ -137,7 +137,8 @@ class LeaseKeeper:
                 self._ask_at = self._asked_at + self._renew_s
                 if now < self._trusted_until:
                     self._become(LeaseState.HELD, do)
-                # Otherwise the answer is so old that it says nothing about now: ask again.
+                # Otherwise the answer is so old that it says nothing about now: ask again, and
+                # stay SUSPECT (or LOST) until then.
                 self._learn(reply, do)
             case LeaseLost() if isinstance(op, AcquireLease):
                 # Nobody gives this name back to us.
