@@ -30,7 +30,7 @@ def test_counts_with_constant_labels() -> None:
     metrics.measure("preemptions_total")
     metrics.measure("preemptions_total", 2)
     metrics.measure("inter_token_latency_seconds", 0.0035)
-    metrics.gauges({"num_requests_running": 3, "blocks": {"free": 7, "resident": 1}})
+    metrics.gauges({"num_requests_running": 3, "blocks:free": 7, "blocks:resident": 1})
     text = metrics.render()
     labels = {"role": "decode", "worker": "decode-0", "model_name": "tiny"}
     assert sample(text, "baton_preemptions_total", **labels) == 3

@@ -149,6 +149,7 @@ _ALL = (
     _histogram("ledger_call_seconds", "From asking for a transition to its answer.", SHORT),
     _counter("ledger_unavailable_total", "Transitions the ledger did not answer.", op=OPS),
     _counter("ledger_conflicts_total", "Transitions refused by epoch or state.", op=OPS),
+    _counter("ledger_retries_total", "Transitions asked for again after no answer."),
     _gauge("lease_state", "1 for the state this process's lease is in.", state=LEASE_STATES),
     _counter("leases_lost_total", "Leases of this process that ended unasked."),
     _counter("frames_dropped_total", "Frames that were not handled.", reason=DROPPED),

@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 #: Variables that start with ``BATON_`` and are not settings.
-OTHER_VARIABLES = frozenset({"BATON_CONFIG", "BATON_CHECK"})
+OTHER_VARIABLES = frozenset({"BATON_CONFIG", "BATON_CHECK", "BATON_ORPHAN"})
 #: Limits for which nothing at all is a sensible bound.
 _ZERO_LIMITS = frozenset({"growth_tokens", "logprobs_max", "stops_max"})
 

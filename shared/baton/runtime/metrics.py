@@ -24,9 +24,6 @@ from prometheus_client.registry import Collector
 from baton.core.ids import Role
 from baton.runtime.catalogue import CATALOGUE, OTHER, Metric
 
-#: A gauge's value; for a gauge with a label: label value -> number.
-GaugeValue = float | Mapping[str, float]
-
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -62,15 +59,12 @@ class Metrics:
         apply = self._children.get((name, values)) or self._child(metric, values)
         apply(value)
 
-    def gauges(self, values: Mapping[str, GaugeValue]) -> None:
-        """Set gauges; those with a label get a mapping of its values."""
-        for name, value in values.items():
-            if isinstance(value, Mapping):
-                (label,) = CATALOGUE[name].labels
-                for key, number in value.items():
-                    self.measure(name, number, {label: key})
-            else:
-                self.measure(name, value)
+    def gauges(self, values: Mapping[str, float]) -> None:
+        """Set gauges; ``name:value`` is that of a gauge with one label, such as ``blocks:free``."""
+        for key, number in values.items():
+            name, _, value = key.partition(":")
+            labels = dict.fromkeys(CATALOGUE[name].labels, value) if value else None
+            self.measure(name, number, labels)
 
     def render(self) -> bytes:
         """Return everything in the Prometheus text format."""
