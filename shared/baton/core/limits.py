@@ -33,6 +33,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request older than this ends as ``expired``."""
     queue_deadline_ms: int = 60_000
     """A request that waits longer than this for its first placement is refused."""
+    bypass_max: int = 16
+    """Requests that may be placed before one that waits for memory; then it is next."""
+    ledger_wait_ms: int = 3_000
+    """An admission that the ledger does not confirm in this time is refused."""
     recovery_ms: int = 8_000
     """A request whose worker died and that could not be placed again in this time fails."""
     attempts_max: int = 3
@@ -77,6 +81,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """More assignments at one prefill worker are refused as ``queue_full``."""
     prefill_chunk_tokens: int = 256
     """Most prompt tokens in one step; shrunk so that a step stays below a quarter of the lease."""
+    prefill_ahead_max: int = 4
+    """Prompts given to one prefill worker at a time; the others wait at the router, where a
+    cancelled one costs nothing and no blocks are held for them."""
     ticket_wait_ms: int = 5_000
     """An assignment whose ticket does not come in this time is given back as failed."""
 

@@ -36,6 +36,8 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Most output tokens, >= 1; prompt + max_tokens fits the context (the gateway checked)."""
     deadline_ms: int
     """Milliseconds from admission."""
+    open_ended: bool = False
+    """The client set no limit: the router may lower ``max_tokens`` to what an arena holds."""
     parent_id: str = ""
     """The client-visible id when ``n > 1``."""
     traceparent: str = ""
