@@ -1,0 +1,104 @@
+"""One request as its router sees it, and the bounded queue of those that wait.
+
+Decides order (first come, first served; what is placed again goes to the front), not placement.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.core.ids import Peer
+from baton.core.prefix import chain_of
+from baton.wire.messages import RequestSpec
+
+#: Full blocks of a prompt that count for prefix affinity: the first 1,024 tokens.
+AFFINITY_BLOCKS = 64
+AFFINITY_BLOCK_TOKENS = 16
+
+
+class Phase(Enum):
+    """Where a request stands at its router."""
+
+    ADMITTING = "admitting"
+    """Waiting for the ledger to have it."""
+    QUEUED = "queued"
+    PLACING = "placing"
+    """Waiting for the ledger to have counted the attempt."""
+    PLACED = "placed"
+    FENCING = "fencing"
+    """Waiting for the gateway to refuse older epochs and to say what it holds."""
+    RETRYING = "retrying"
+    """Waiting for the ledger to have the next epoch."""
+    CLOSING = "closing"
+    """Given up; waiting for the gateway to make it terminal."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request."""
+
+    spec: RequestSpec
+    arrived: float
+    phase: Phase = Phase.ADMITTING
+    epoch: int = 1
+    output: bytes = b""
+    """Ids that the client may have seen (uint32 LE): forced in the next attempt."""
+    decode: Peer | None = None
+    prefill: Peer | None = None
+    reserved: bool = False
+    failures: int = 0
+    """Attempts that ended without a result; refusals do not count."""
+    placed_once: bool = False
+    recovering_since: float | None = None
+    not_before: float = 0.0
+    bypassed: int = 0
+    ledger_since: float = 0.0
+    """When the ledger was first asked for the transition that is pending."""
+    ledger_again: float | None = None
+    """When to ask again after it did not answer."""
+    chains: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def create(cls, spec: RequestSpec, now: float) -> Entry:
+        chains = chain_of(b"", spec.prompt, AFFINITY_BLOCK_TOKENS, AFFINITY_BLOCKS)
+        return cls(spec=spec, arrived=now, ledger_since=now, chains=chains)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose KV the next attempt needs before it can sample."""
+        return self.spec.prompt_tokens + len(self.output) // 4
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens it may still produce."""
+        return self.spec.max_tokens - len(self.output) // 4
+
+
+class WaitingQueue:
+    """Requests to be placed, in order; bounded by the router's admission."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def push(self, entry: Entry, *, front: bool = False) -> None:
+        request_id = entry.spec.request_id
+        assert request_id not in self._entries
+        self._entries[request_id] = entry
+        self.tokens += entry.spec.prompt_tokens
+        if front:
+            self._entries.move_to_end(request_id, last=False)
+
+    def remove(self, entry: Entry) -> None:
+        """Drop it if it is here."""
+        if self._entries.pop(entry.spec.request_id, None) is not None:
+            self.tokens -= entry.spec.prompt_tokens

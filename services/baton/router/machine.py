@@ -1,0 +1,605 @@
+"""The router machine: admits, places, and sees to it that every request it admitted ends.
+
+Decides admission (bounds, reasons, retry-after), placement (``placement.py``) and retries. It is
+not on the token path. Before an attempt with a higher epoch starts, the gateway has refused the
+lower ones and said which ids the client may have seen; the new attempt continues exactly those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import assert_never
+
+import msgspec
+
+from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.ids import Member, Peer, Role
+from baton.core.lifecycles import LeaseState, RequestState
+from baton.core.limits import Limits
+from baton.core.outcomes import Ending, Outcome, Reason
+from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
+from baton.ports.ledger import (
+    AdmitRequest,
+    AnyOp,
+    Conflict,
+    Done,
+    EndRequest,
+    PlaceRequest,
+    Reply,
+    RetryRequest,
+    Unavailable,
+)
+from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
+from baton.router.entry import Entry, Phase, WaitingQueue
+from baton.router.placement import Placement, WorkerView
+from baton.wire.messages import (
+    AnyMessage,
+    AssignPrefill,
+    CancelWork,
+    DecodeReserved,
+    FenceRequest,
+    RequestEnded,
+    RequestFailed,
+    RequestFenced,
+    RequestPlaced,
+    RequestRefused,
+    RequestSpec,
+    ReserveDecode,
+    SubmitRequest,
+    WorkerStatus,
+    WorkFailed,
+    WorkRefused,
+)
+
+Event = (
+    TimePassed
+    | LeaseChanged
+    | DrainRequested
+    | PeerUp
+    | PeerLost
+    | PeerRefused
+    | Received
+    | LedgerAnswered
+)
+
+TICK_S = 0.05
+LEDGER_AGAIN_S = 0.2
+REFUSED_PAUSE_S = 0.05
+RETRY_AFTER_MIN_MS = 1_000
+RETRY_AFTER_MAX_MS = 30_000
+QUEUE_WEIGHT = 0.1
+
+#: The transition whose answer each phase waits for; an answer to another one is late.
+PENDING: Mapping[Phase, type[object]] = {
+    Phase.ADMITTING: AdmitRequest,
+    Phase.PLACING: PlaceRequest,
+    Phase.RETRYING: RetryRequest,
+}
+
+
+class RouterMachine:
+    """One router. ``Machine[Event, Command]``."""
+
+    def __init__(self, me: Peer, limits: Limits, *, local_prefill_max_tokens: int = 0) -> None:
+        self.me = me
+        self.limits = limits
+        self.placement = Placement(limits, local_prefill_max_tokens=local_prefill_max_tokens)
+        self.entries: dict[str, Entry] = {}
+        self.queue = WaitingQueue()
+        self.gateways: set[Peer] = set()
+        self.lease = LeaseState.VACANT
+        self.draining = False
+        self.exited = False
+        self.commands: list[object] = []
+        self.queue_s = 0.0
+        """Moving mean of the time from admission to placement: what Retry-After rests on."""
+        self.tick_at: float | None = None
+
+    # --- Machine ------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[object]:
+        self.commands = []
+        self._dispatch(event, now)
+        self._place_waiting(now)
+        self.tick_at = now + TICK_S if self.entries else None
+        if self.draining and not self.entries and not self.exited:
+            self.exited = True
+            self._emit(Exit(0, "drained"))
+        return self.commands
+
+    def deadline(self) -> float | None:
+        return self.tick_at
+
+    def check(self) -> None:
+        queued = [entry for entry in self.entries.values() if entry.phase is Phase.QUEUED]
+        assert len(self.queue) == len(queued)
+        assert self.queue.tokens == sum(entry.spec.prompt_tokens for entry in queued)
+        assert self.queue.tokens >= 0
+        for entry in self.entries.values():
+            assert (entry.phase is not Phase.PLACED) or entry.decode is not None
+            assert entry.epoch >= 1
+
+    def _emit(self, command: object) -> None:
+        self.commands.append(command)
+
+    def _send(self, peer: Peer, message: AnyMessage) -> None:
+        if peer in self.gateways or peer in self.placement.workers:
+            self._emit(Send(peer, message))
+
+    def _note(self, event: str, entry: Entry, level: str = "info", **fields: object) -> None:
+        ids = {"request_id": entry.spec.request_id, "epoch": entry.epoch}
+        self._emit(Note(event, {**ids, **fields}, level))
+
+    def _measure(self, name: str, value: float = 1.0, **labels: str) -> None:
+        self._emit(Measure(name, value, labels))
+
+    # --- events -------------------------------------------------------------------------------
+
+    def _dispatch(self, event: Event, now: float) -> None:
+        match event:
+            case TimePassed():
+                self._tick(now)
+            case Received(peer, message):
+                self._received(peer, message, now)
+            case LedgerAnswered(op, reply):
+                self._answered(op, reply, now)
+            case PeerUp(member):
+                self._peer_up(member)
+            case PeerLost(peer, reason):
+                self._peer_lost(peer, reason, now)
+            case LeaseChanged(state):
+                self.lease = state
+            case DrainRequested():
+                self._drain()
+            case PeerRefused():
+                pass  # the shell logs it; the pair is simply not used
+            case _:
+                assert_never(event)
+
+    def _received(self, peer: Peer, message: AnyMessage, now: float) -> None:
+        match message:
+            case SubmitRequest(spec):
+                self._submit(peer, spec, now)
+            case RequestEnded(request_id, epoch, outcome):
+                self._ended(request_id, outcome)
+            case RequestFenced(request_id, epoch, output):
+                self._fenced(request_id, epoch, output, now)
+            case WorkerStatus():
+                view = self.placement.workers.get(peer)
+                if view is not None:
+                    view.refresh(message)
+            case DecodeReserved(request_id, epoch):
+                entry = self._placed_entry(request_id, epoch)
+                if entry is not None:
+                    entry.reserved = True
+                    self.placement.workers[peer].succeeded()
+            case WorkRefused():
+                self._work_refused(peer, message, now)
+            case WorkFailed():
+                self._work_failed(peer, message, now)
+            case _:
+                self._emit(Measure("stale_messages_total", 1, {"kind": "unknown"}))
+                self._emit(Note("unexpected_message", {"kind": type(message).__name__}, "warning"))
+
+    # --- admission ----------------------------------------------------------------------------
+
+    def _submit(self, gateway: Peer, spec: RequestSpec, now: float) -> None:
+        entry = self.entries.get(spec.request_id)
+        if entry is not None:
+            if entry.phase is Phase.PLACED:
+                self._tell_placed(entry, now)
+            return
+        refusal = self._why_not(spec)
+        if refusal is not None:
+            reason, text = refusal
+            self._measure("requests_refused_total", reason=reason)
+            self._emit(
+                Note("refused", {"request_id": spec.request_id, "reason": reason, "message": text})
+            )
+            self._send(
+                gateway,
+                RequestRefused(spec.request_id, reason, text, self._retry_after_ms(reason)),
+            )
+            return
+        largest = self.placement.largest_tokens()
+        if spec.open_ended and spec.prompt_tokens + spec.max_tokens > largest:
+            spec = msgspec.structs.replace(spec, max_tokens=largest - spec.prompt_tokens)
+        entry = Entry.create(spec, now)
+        self.entries[spec.request_id] = entry
+        self._emit(CallLedger(AdmitRequest(spec, self.me)))
+
+    def _why_not(self, spec: RequestSpec) -> tuple[Reason, str] | None:
+        limits = self.limits
+        if self.draining:
+            return Reason.DRAINING, "this router is draining"
+        if self.lease is not LeaseState.HELD:
+            return Reason.LEDGER_UNAVAILABLE, "the ledger cannot be reached"
+        largest = self.placement.largest_tokens()
+        if not largest:
+            return Reason.NO_DECODE_WORKER, "no decode worker is up"
+        waiting = len(self.entries) - sum(
+            1 for entry in self.entries.values() if entry.phase in (Phase.PLACED, Phase.CLOSING)
+        )
+        if waiting >= limits.queue_requests_max:
+            return Reason.OVERLOADED, f"{waiting} requests are waiting"
+        if self.queue.tokens + spec.prompt_tokens > limits.queue_tokens_max:
+            return Reason.OVERLOADED, f"{self.queue.tokens} prompt tokens are waiting"
+        needed = spec.prompt_tokens + (1 if spec.open_ended else spec.max_tokens)
+        if needed > largest:
+            return (
+                Reason.TOO_LONG,
+                f"prompt and answer need {needed} tokens, the largest arena holds {largest}",
+            )
+        return None
+
+    def _retry_after_ms(self, reason: Reason) -> int:
+        if reason is Reason.TOO_LONG:
+            return 0
+        return int(min(max(RETRY_AFTER_MIN_MS, self.queue_s * 1000), RETRY_AFTER_MAX_MS))
+
+    # --- the ledger's answers -----------------------------------------------------------------
+
+    def _answered(self, op: AnyOp, reply: Reply | Unavailable, now: float) -> None:
+        if not isinstance(op, AdmitRequest | PlaceRequest | RetryRequest):
+            return
+        request_id = op.spec.request_id if isinstance(op, AdmitRequest) else op.request_id
+        entry = self.entries.get(request_id)
+        if entry is None or type(op) is not PENDING.get(entry.phase):
+            return
+        if not isinstance(op, AdmitRequest) and op.epoch != entry.epoch:
+            return
+        match reply:
+            case Unavailable(reason):
+                self._ledger_silent(entry, reason, now)
+            case Done():
+                entry.ledger_again = None
+                self._done(entry, op, reply, now)
+            case Conflict():
+                entry.ledger_again = None
+                self._conflict(entry, op, reply)
+            case _:
+                raise AssertionError(f"{type(reply).__name__} does not answer {type(op).__name__}")
+
+    def _done(
+        self, entry: Entry, op: AdmitRequest | PlaceRequest | RetryRequest, reply: Done, now: float
+    ) -> None:
+        match op:
+            case AdmitRequest():
+                entry.epoch = reply.epoch
+                self._measure("requests_admitted_total")
+                self._measure("prompt_tokens_total", entry.spec.prompt_tokens)
+                self._note("admitted", entry, prompt_tokens=entry.spec.prompt_tokens)
+                if reply.state is RequestState.ADMITTED and reply.epoch == 1:
+                    self._enqueue(entry)
+                else:
+                    self._recover(entry)  # admitted before this router knew of it
+            case PlaceRequest():
+                self._start_attempt(entry, now)
+            case RetryRequest():
+                entry.epoch = reply.epoch
+                self._enqueue(entry, front=True)
+
+    def _conflict(
+        self,
+        entry: Entry,
+        op: AdmitRequest | PlaceRequest | RetryRequest,
+        reply: Conflict,
+    ) -> None:
+        """The record says otherwise: it is the truth."""
+        if reply.outcome is not None:
+            self._note("already_ended", entry, ending=reply.outcome.ending)
+            self._forget(entry)
+            return
+        if isinstance(op, AdmitRequest) and reply.state is not None:
+            # Its router is gone (the gateway asked here): go on with the next epoch.
+            entry.epoch = reply.epoch
+            self._recover(entry)
+            return
+        self._give_up(entry, Reason.SUPERSEDED, "the ledger has another owner for this request")
+
+    def _ledger_silent(self, entry: Entry, reason: str, now: float) -> None:
+        waited_ms = (now - entry.ledger_since) * 1000
+        if entry.phase is Phase.ADMITTING and waited_ms > self.limits.ledger_wait_ms:
+            self._refuse(entry, Reason.LEDGER_UNAVAILABLE, f"the ledger does not answer: {reason}")
+            return
+        entry.ledger_again = now + LEDGER_AGAIN_S
+
+    def _ask_again(self, entry: Entry) -> None:
+        """Repeat the pending transition: every one is idempotent."""
+        entry.ledger_again = None
+        request_id = entry.spec.request_id
+        match entry.phase:
+            case Phase.ADMITTING:
+                self._emit(CallLedger(AdmitRequest(entry.spec, self.me)))
+            case Phase.RETRYING:
+                self._emit(CallLedger(RetryRequest(request_id, entry.epoch, self.me)))
+            case Phase.PLACING:
+                assert entry.decode is not None
+                self._emit(
+                    CallLedger(
+                        PlaceRequest(request_id, entry.epoch, self.me, entry.decode, entry.prefill)
+                    )
+                )
+            case _:
+                pass
+
+    # --- placement ----------------------------------------------------------------------------
+
+    def _enqueue(self, entry: Entry, *, front: bool = False) -> None:
+        entry.phase = Phase.QUEUED
+        entry.decode = entry.prefill = None
+        entry.reserved = False
+        entry.bypassed = 0
+        self.queue.push(entry, front=front)
+
+    def _place_waiting(self, now: float) -> None:
+        """Place from the head; a few may pass one that waits for memory, never for ever."""
+        head: Entry | None = None
+        for entry in self.queue:
+            if entry.not_before > now:
+                continue
+            place = self.placement.choose(entry, now)
+            if place is None:
+                head = head or entry
+                if head.bypassed >= self.limits.bypass_max:
+                    return
+                continue
+            if head is not None:
+                head.bypassed += 1
+            self.queue.remove(entry)
+            self.placement.placed(entry, place)
+            entry.phase = Phase.PLACING
+            entry.decode, entry.prefill = place.decode, place.prefill
+            entry.ledger_since = now
+            self._ask_again(entry)
+
+    def _start_attempt(self, entry: Entry, now: float) -> None:
+        """The attempt is counted: tell everybody."""
+        decode, prefill = entry.decode, entry.prefill
+        assert decode is not None
+        entry.phase = Phase.PLACED
+        gone = [p for p in (decode, prefill) if p is not None and p not in self.placement.workers]
+        if gone:
+            self._recover(entry, now)
+            return
+        if not entry.placed_once:
+            entry.placed_once = True
+            waited = now - entry.arrived
+            self.queue_s += QUEUE_WEIGHT * (waited - self.queue_s)
+            self._measure("request_queue_seconds", waited)
+        entry.recovering_since = None
+        self._measure("attempts_total")
+        self._note("placed", entry, decode=str(decode), prefill=str(prefill or "local"))
+        self._send(decode, ReserveDecode(entry.spec, entry.epoch, prefill, entry.output))
+        if prefill is not None:
+            self._send(prefill, AssignPrefill(entry.spec, entry.epoch, decode, entry.output))
+        self._tell_placed(entry, now)
+
+    def _tell_placed(self, entry: Entry, now: float) -> None:
+        assert entry.decode is not None
+        self._send(
+            entry.spec.gateway,
+            RequestPlaced(
+                request_id=entry.spec.request_id,
+                epoch=entry.epoch,
+                decode=entry.decode,
+                prefill=entry.prefill,
+                queued_ms=int((now - entry.arrived) * 1000),
+            ),
+        )
+
+    def _placed_entry(self, request_id: str, epoch: int) -> Entry | None:
+        entry = self.entries.get(request_id)
+        if entry is None or entry.epoch != epoch or entry.phase is not Phase.PLACED:
+            return None
+        return entry
+
+    # --- attempts that end --------------------------------------------------------------------
+
+    def _work_refused(self, peer: Peer, message: WorkRefused, now: float) -> None:
+        entry = self._placed_entry(message.request_id, message.epoch)
+        if entry is None or peer not in (entry.decode, entry.prefill):
+            return
+        reason, text = message.reason, message.message
+        self._note("placement_refused", entry, by=str(peer), reason=reason, message=text)
+        if reason is Reason.TOO_LONG:
+            self._cancel_work(entry, reason)
+            self._refuse(entry, reason, text)
+            return
+        entry.not_before = now + REFUSED_PAUSE_S
+        self._recover(entry)
+
+    def _work_failed(self, peer: Peer, message: WorkFailed, now: float) -> None:
+        entry = self._placed_entry(message.request_id, message.epoch)
+        if entry is None or peer not in (entry.decode, entry.prefill):
+            return
+        reason = message.reason
+        self._measure("attempts_failed_total", reason=reason)
+        self._note("attempt_failed", entry, by=str(peer), reason=reason, message=message.message)
+        if not message.retryable:
+            self._cancel_work(entry, reason)
+            self._give_up(entry, reason, message.message)
+            return
+        if reason is Reason.NO_BLOCKS:
+            self._recover(entry)  # pre-empted: nobody failed
+            return
+        if reason is not Reason.WORKER_LOST:
+            self.placement.workers[peer].failed(now)
+        self._attempt_failed(entry, f"{reason}: {message.message}", now)
+
+    def _attempt_failed(self, entry: Entry, text: str, now: float) -> None:
+        entry.failures += 1
+        if entry.failures >= self.limits.attempts_max:
+            self._cancel_work(entry, Reason.ATTEMPTS_EXHAUSTED)
+            self._give_up(
+                entry,
+                Reason.ATTEMPTS_EXHAUSTED,
+                f"{entry.failures} attempts failed, the last one: {text}",
+            )
+            return
+        self._recover(entry, now)
+
+    def _recover(self, entry: Entry, lost_at: float | None = None) -> None:
+        """Towards the next epoch: first the gateway refuses the old one and says what it holds."""
+        self._cancel_work(entry, Reason.SUPERSEDED)
+        self.queue.remove(entry)
+        entry.phase = Phase.FENCING
+        if entry.recovering_since is None:
+            entry.recovering_since = lost_at
+        self._send(entry.spec.gateway, FenceRequest(entry.spec.request_id, entry.epoch + 1))
+
+    def _fenced(self, request_id: str, epoch: int, output: bytes, now: float) -> None:
+        entry = self.entries.get(request_id)
+        if entry is None or entry.phase is not Phase.FENCING or epoch != entry.epoch + 1:
+            return
+        entry.output = output
+        entry.phase = Phase.RETRYING
+        entry.ledger_since = now
+        self._ask_again(entry)
+
+    def _cancel_work(self, entry: Entry, reason: Reason) -> None:
+        if entry.phase is not Phase.PLACED:
+            return
+        for peer in (entry.decode, entry.prefill):
+            if peer is not None:
+                self._send(peer, CancelWork(entry.spec.request_id, entry.epoch, reason))
+
+    # --- requests that end --------------------------------------------------------------------
+
+    def _refuse(self, entry: Entry, reason: Reason, text: str) -> None:
+        """Nothing was computed, and nothing will be: the client may come again."""
+        self._measure("requests_refused_total", reason=reason)
+        self._note("refused", entry, reason=reason, message=text)
+        self._send(
+            entry.spec.gateway,
+            RequestRefused(entry.spec.request_id, reason, text, self._retry_after_ms(reason)),
+        )
+        self._close(entry)
+
+    def _give_up(
+        self, entry: Entry, reason: Reason, text: str, ending: Ending = Ending.FAILED
+    ) -> None:
+        self._note("given_up", entry, level="warning", reason=reason, message=text)
+        self._send(
+            entry.spec.gateway,
+            RequestFailed(
+                entry.spec.request_id, entry.epoch, Outcome(ending, reason=reason, message=text)
+            ),
+        )
+        self._close(entry)
+
+    def _close(self, entry: Entry) -> None:
+        """Kept until the gateway says how it ended, so that a repeated submit starts nothing."""
+        self.queue.remove(entry)
+        entry.phase = Phase.CLOSING
+
+    def _ended(self, request_id: str, outcome: Outcome) -> None:
+        entry = self.entries.get(request_id)
+        if entry is None:
+            return
+        if outcome.ending is not Ending.COMPLETED:
+            # The gateway may not know yet whom this was given to.
+            self._cancel_work(entry, outcome.reason or Reason.CLIENT_CANCELLED)
+        self._note("ended", entry, ending=outcome.ending)
+        self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        self.queue.remove(entry)
+        self.entries.pop(entry.spec.request_id, None)
+
+    # --- peers and time -----------------------------------------------------------------------
+
+    def _peer_up(self, member: Member) -> None:
+        if member.role is Role.GATEWAY:
+            self.gateways.add(member.peer)
+        elif member.role in (Role.DECODE, Role.PREFILL):
+            self.placement.workers[member.peer] = WorkerView(
+                member.peer, member.role, WorkerStatus(accepting=False)
+            )
+
+    def _peer_lost(self, peer: Peer, reason: str, now: float) -> None:
+        if peer in self.gateways:
+            self.gateways.discard(peer)
+            for entry in [e for e in self.entries.values() if e.spec.gateway == peer]:
+                self._end_for_lost_gateway(entry)
+            return
+        view = self.placement.workers.get(peer)
+        if view is None:
+            return
+        self.placement.forget(peer)
+        # A lost prefill worker is decode's to report: it alone knows whether the commit came.
+        for entry in list(self.entries.values()):
+            if entry.phase is Phase.PLACED and entry.decode == peer:
+                self._measure("attempts_failed_total", reason=Reason.WORKER_LOST)
+                self._note("worker_lost", entry, by=str(peer), message=reason)
+                self._attempt_failed(entry, f"{peer} is lost: {reason}", now)
+
+    def _end_for_lost_gateway(self, entry: Entry) -> None:
+        outcome = Outcome(Ending.CANCELLED, reason=Reason.GATEWAY_LOST)
+        self._note("ended", entry, ending=outcome.ending, reason=Reason.GATEWAY_LOST)
+        self._cancel_work(entry, Reason.GATEWAY_LOST)
+        self._emit(CallLedger(EndRequest(entry.spec.request_id, entry.epoch, outcome, self.me)))
+        self._forget(entry)
+
+    def _drain(self) -> None:
+        """Refuse what was not placed yet; running requests go on without their router."""
+        self.draining = True
+        for entry in list(self.entries.values()):
+            if entry.phase in (Phase.ADMITTING, Phase.QUEUED):
+                self._refuse(entry, Reason.DRAINING, "this router is draining")
+
+    def _tick(self, now: float) -> None:
+        for entry in list(self.entries.values()):
+            self._check_time(entry, now)
+
+    def _check_time(self, entry: Entry, now: float) -> None:
+        limits = self.limits
+        if entry.phase is Phase.CLOSING:
+            return
+        if entry.ledger_again is not None and now >= entry.ledger_again:
+            self._ask_again(entry)
+        age_ms = (now - entry.arrived) * 1000
+        since = entry.recovering_since
+        if age_ms > min(entry.spec.deadline_ms, limits.request_deadline_ms):
+            self._cancel_work(entry, Reason.DEADLINE)
+            self._give_up(entry, Reason.DEADLINE, "the request's deadline passed", Ending.EXPIRED)
+        elif since is not None and (now - since) * 1000 > limits.recovery_ms and self._alone():
+            self._cancel_work(entry, Reason.WORKER_LOST)
+            self._give_up(
+                entry, Reason.WORKER_LOST, "its worker was lost and no other could take over"
+            )
+        elif not entry.placed_once and age_ms > limits.recovery_ms and self._alone():
+            self._refuse(entry, Reason.NO_DECODE_WORKER, "no decode worker is up")
+        elif not entry.placed_once and age_ms > limits.queue_deadline_ms:
+            self._refuse(entry, Reason.OVERLOADED, "it waited too long for a place")
+
+    def _alone(self) -> bool:
+        """Whether no decode worker could take anything, however long one waits."""
+        return not any(view.status.accepting for view in self.placement.of(Role.DECODE))
+
+    # --- looking in ---------------------------------------------------------------------------
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the gauges of ``/metrics``."""
+        phases = [entry.phase for entry in self.entries.values()]
+        placed = phases.count(Phase.PLACED)
+        return {
+            "num_requests_running": float(placed),
+            "num_requests_waiting": float(len(phases) - placed - phases.count(Phase.CLOSING)),
+            "queue_tokens": float(self.queue.tokens),
+        }
+
+    def status(self) -> dict[str, object]:
+        """Return what ``baton status`` shows."""
+        phases = [entry.phase for entry in self.entries.values()]
+        return {
+            "lease": self.lease.value,
+            "draining": self.draining,
+            "requests": {phase.value: phases.count(phase) for phase in Phase},
+            "queue_tokens": self.queue.tokens,
+            "gateways": sorted(str(peer) for peer in self.gateways),
+            "workers": {
+                str(view.peer): msgspec.to_builtins(view.status)
+                for view in self.placement.workers.values()
+            },
+        }

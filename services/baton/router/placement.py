@@ -1,0 +1,164 @@
+"""Where a request goes: which decode worker, and which prefill worker if any.
+
+Decides from what workers last said of themselves, corrected by what was sent to them since. The
+last word is decode's own reservation; a wrong guess here costs a round trip, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from baton.core.ids import Peer, Role
+from baton.core.limits import Limits
+from baton.router.entry import AFFINITY_BLOCK_TOKENS, Entry
+from baton.wire.messages import WorkerStatus
+
+#: Prefix names remembered, over all workers; the oldest are forgotten.
+AFFINITY_NAMES_MAX = 65_536
+AVOID_FIRST_S = 0.2
+AVOID_MAX_S = 10.0
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """One worker incarnation: what it last said, and what it was given since."""
+
+    peer: Peer
+    role: Role
+    status: WorkerStatus
+    placed: int = 0
+    """Given since the last status."""
+    placed_blocks: int = 0
+    placed_tokens: int = 0
+    failures: int = 0
+    """Failed attempts in a row."""
+    avoid_until: float = 0.0
+
+    def refresh(self, status: WorkerStatus) -> None:
+        self.status = status
+        self.placed = self.placed_blocks = self.placed_tokens = 0
+
+    def failed(self, now: float) -> None:
+        """It failed an attempt: leave it alone for a while if there is another."""
+        self.failures += 1
+        wait = min(AVOID_FIRST_S * 2.0 ** min(self.failures - 1, 10), AVOID_MAX_S)
+        self.avoid_until = now + wait
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self.avoid_until = 0.0
+
+    @property
+    def free_blocks(self) -> int:
+        return self.status.blocks_free - self.placed_blocks
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.status.blocks_total * self.status.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A decision; ``prefill`` is ``None`` where decode computes the prompt itself."""
+
+    decode: Peer
+    prefill: Peer | None
+
+
+class Placement:
+    """All workers of one pool as one router sees them."""
+
+    def __init__(self, limits: Limits, *, local_prefill_max_tokens: int) -> None:
+        self.limits = limits
+        self.local_prefill_max_tokens = local_prefill_max_tokens
+        self.workers: dict[Peer, WorkerView] = {}
+        #: Prefix name -> the decode worker that last computed it.
+        self._affinity: OrderedDict[bytes, Peer] = OrderedDict()
+
+    def of(self, role: Role) -> list[WorkerView]:
+        return [view for view in self.workers.values() if view.role is role]
+
+    def largest_tokens(self) -> int:
+        """Tokens of the largest arena known, 0 if none is."""
+        return max((view.capacity_tokens for view in self.of(Role.DECODE)), default=0)
+
+    def forget(self, peer: Peer) -> None:
+        """A worker is gone, and its prefixes with it: affinity names incarnations."""
+        self.workers.pop(peer, None)
+
+    def choose(self, entry: Entry, now: float) -> Place | None:
+        """Return where ``entry`` can start now, or ``None`` if it has to wait."""
+        decodes = [view for view in self._usable(Role.DECODE, now) if self._fits(view, entry)]
+        if not decodes:
+            return None
+        decode = min(decodes, key=lambda view: (self._cost(view, entry), view.peer))
+        prefills = self._usable(Role.PREFILL, now)
+        uncached = entry.tokens - self._cached(decode, entry) * AFFINITY_BLOCK_TOKENS
+        if not self._accepting(Role.PREFILL) or uncached <= self.local_prefill_max_tokens:
+            return Place(decode.peer, None)
+        ahead = self.limits.prefill_ahead_max
+        free = [view for view in prefills if view.status.waiting + view.placed < ahead]
+        if not free:
+            return None
+        prefill = min(
+            free, key=lambda view: (view.status.queued_tokens + view.placed_tokens, view.peer)
+        )
+        return Place(decode.peer, prefill.peer)
+
+    def placed(self, entry: Entry, place: Place) -> None:
+        """Remember what was just given away."""
+        decode = self.workers[place.decode]
+        decode.placed += 1
+        decode.placed_blocks += self._blocks(decode, entry)
+        if place.prefill is not None:
+            prefill = self.workers[place.prefill]
+            prefill.placed += 1
+            prefill.placed_tokens += entry.tokens
+        for chain in entry.chains:
+            self._affinity[chain] = place.decode
+            self._affinity.move_to_end(chain)
+        while len(self._affinity) > AFFINITY_NAMES_MAX:
+            self._affinity.popitem(last=False)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _accepting(self, role: Role) -> list[WorkerView]:
+        return [view for view in self.of(role) if view.status.accepting]
+
+    def _usable(self, role: Role, now: float) -> list[WorkerView]:
+        """Accepting workers; those that just failed only if there is no other."""
+        accepting = self._accepting(role)
+        return [view for view in accepting if view.avoid_until <= now] or accepting
+
+    def _blocks(self, view: WorkerView, entry: Entry) -> int:
+        size = max(1, view.status.block_size)
+        return -(-entry.tokens // size)
+
+    def _fits(self, view: WorkerView, entry: Entry) -> bool:
+        status = view.status
+        held = status.running + status.waiting + view.placed
+        if held >= self.limits.reservations_max or view.capacity_tokens < entry.tokens:
+            return False
+        growth = 0
+        if held:
+            growth_tokens = min(self.limits.growth_tokens, entry.remaining)
+            growth = -(-growth_tokens // max(1, status.block_size))
+        return view.free_blocks >= self._blocks(view, entry) + growth
+
+    def _cached(self, view: WorkerView, entry: Entry) -> int:
+        """Leading blocks of the prompt that ``view`` probably still has."""
+        count = 0
+        for chain in entry.chains:
+            if self._affinity.get(chain) != view.peer:
+                break
+            count += 1
+        return count
+
+    def _cost(self, view: WorkerView, entry: Entry) -> float:
+        """Load and memory in use, each 0..1, less the share of the prompt that is cached."""
+        status = view.status
+        load = (status.running + status.waiting + view.placed) / self.limits.batch_sequences_max
+        used = 1 - max(0, view.free_blocks) / max(1, status.blocks_total)
+        cached = self._cached(view, entry) * AFFINITY_BLOCK_TOKENS / max(1, entry.tokens)
+        return load + used - cached
