@@ -10,8 +10,8 @@ PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 BATON := $(VENV_PYTHON) -m baton.cli.main
 PYTEST := $(VENV_PYTHON) -m pytest
-# Tests and tools must not start more threads than the machine has cores.
-export OMP_NUM_THREADS ?= 1
+
+
 
 .PHONY: help
 help: ## list these commands

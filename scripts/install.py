@@ -17,8 +17,8 @@ import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 - run by whatever python3 is
     sys.exit(
-        "Baton needs Python 3.11 or newer; this is %s (%s). Install one and name it: "
-        "make PYTHON=python3.12 run" % (sys.version.split()[0], sys.executable)  # noqa: UP031
+        f"Baton needs Python 3.11 or newer; this is {sys.version.split()[0]} ({sys.executable}). "
+        "Install one and name it: make PYTHON=python3.12 run"
     )
 
 import fcntl

@@ -1,0 +1,240 @@
+"""The command `baton`: reads the command line and calls one function.
+
+Decides names, options and help of the commands; each command's work stands in its own module. The
+settings are read once, here, and options override them like environment variables do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from baton.cli.terminal import CommandError, ExitCode, warn
+from baton.runtime.config import ConfigError, config_path, load
+from baton.runtime.settings import Config
+
+Command = Callable[[Config, argparse.Namespace], int]
+
+_TEACHING = """\
+a first session:
+  baton up                  start a cluster in the background
+  baton status              see its processes, leases, blocks and queues
+  baton chat                talk to it; Ctrl-C stops the answer, /exit ends
+  baton down                stop it and prove that nothing is left
+
+settings come from defaults < baton.toml (or --config, $BATON_CONFIG) < the environment:
+  BATON_GATEWAY_PORT=8001 BATON_CLUSTER_DECODE=2 baton up
+  baton config show         every setting, its value and where it came from
+
+exit codes: 0 done, 1 not so (nothing runs, something is left), 2 wrong command line,
+  75 not now (port taken, not ready in time), 78 wrong setting or model, 130 interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = _settings(options)
+        command: Command = options.command
+        return command(config, options)
+    except ConfigError as error:
+        warn(f"baton: {error}")
+        return ExitCode.CONFIG
+    except CommandError as error:
+        warn(f"baton: {error}")
+        return error.code
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # `baton status | head`: nobody reads on. Python would complain while it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+
+
+def _settings(options: argparse.Namespace) -> Config:
+    environ = dict(os.environ)
+    for name, variable in _OVERRIDES.items():
+        value = getattr(options, name, None)
+        if value is not None:
+            environ[variable] = str(value)
+    return load(config_path(options.config, environ), environ)
+
+
+_OVERRIDES = {
+    "mode": "BATON_CLUSTER_MODE",
+    "prefill": "BATON_CLUSTER_PREFILL",
+    "decode": "BATON_CLUSTER_DECODE",
+    "model": "BATON_MODEL_PATH",
+    "port": "BATON_GATEWAY_PORT",
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="baton",
+        description="Serves a language model with prefill and decode in separate processes.",
+        epilog=_TEACHING,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings (TOML)")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_serving(commands)
+    _add_asking(commands)
+    return parser
+
+
+def _add(commands, name: str, run: Command, text: str, more: str = "") -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+    added: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[:1].upper()}{text[1:]}.",
+        epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # Also after the command: that is where people put it.
+    added.add_argument("--config", type=Path, metavar="FILE", default=argparse.SUPPRESS)
+    added.set_defaults(command=run)
+    return added
+
+
+def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mode", choices=("split", "colocated"), help="[cluster] mode")
+    parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill processes")
+    parser.add_argument("--decode", type=int, metavar="N", help="number of decode processes")
+    parser.add_argument("--model", metavar="MODEL", help="name, directory or hub name")
+    parser.add_argument("--port", type=int, metavar="PORT", help="TCP port of the gateway")
+    parser.add_argument(
+        "--wait", type=float, default=180.0, metavar="S", help="most seconds until ready (180)"
+    )
+
+
+def _add_serving(commands) -> None:  # type: ignore[no-untyped-def]
+    up = _add(commands, "up", _up, "start a cluster in the background, under supervisor", _UP)
+    _add_cluster_options(up)
+    run = _add(commands, "run", _run, "start a cluster, stream an answer, serve until Ctrl-C")
+    _add_cluster_options(run)
+    run.add_argument("--oneshot", action="store_true", help="stop after the first answer")
+    run.add_argument("--prompt", metavar="TEXT", help="ask this instead of the sample question")
+    run.add_argument(
+        "--end-with-parent", action="store_true", help="stop when the starting process dies (make)"
+    )
+    down = _add(commands, "down", _down, "stop the cluster; an error if anything is left behind")
+    down.add_argument(
+        "--now", action="store_true", help="do not wait for running requests: 2 s, then kill"
+    )
+
+
+def _add_asking(commands) -> None:  # type: ignore[no-untyped-def]
+    status = _add(commands, "status", _status, "show processes, leases, blocks and queues")
+    status.add_argument("--json", action="store_true", help="for machines")
+    chat = _add(commands, "chat", _chat, "talk to the running cluster", _CHAT)
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    chat.add_argument("--max-tokens", type=int, default=512, metavar="N")
+    chat.add_argument("--temperature", type=float, default=0.7, metavar="T")
+    logs = _add(commands, "logs", _logs, "print the newest lines of the logs")
+    logs.add_argument("worker", nargs="?", help="decode-0, ledger, supervisord, ... (default: all)")
+    logs.add_argument("-n", type=int, default=20, metavar="LINES", help="lines of each (20)")
+    model = commands.add_parser("model", help="prepare models").add_subparsers(
+        title="commands", required=True, metavar="COMMAND"
+    )
+    prepare = _add(model, "prepare", _prepare, "fetch, convert and prove a model, once", _PREPARE)
+    prepare.add_argument("name", nargs="?", help="name, directory or hub name (the configured one)")
+    show = commands.add_parser("config", help="look at the settings").add_subparsers(
+        title="commands", required=True, metavar="COMMAND"
+    )
+    shown = _add(show, "show", _config_show, "every setting, its value and where it came from")
+    shown.add_argument("--changed", action="store_true", help="only those that are not defaults")
+    shown.add_argument("--json", action="store_true", help="for machines")
+    _add(commands, "version", _version, "print the version")
+
+
+_UP = """\
+examples:
+  baton up --mode colocated               the same work without separate prefill processes
+  baton up --decode 2 --port 8001
+A cluster that already runs here is left alone (exit code 0).
+"""
+_CHAT = """\
+Ctrl-C cancels the answer, not the program. /reset forgets the conversation, /exit ends.
+Without a terminal every line of standard input is one question.
+"""
+_PREPARE = """\
+A model is served only after this proof: every layer calls Baton's attention, and packed, chunked
+sequences give what transformers' own forward gives. The result is kept under the model's digest.
+"""
+
+
+# Imports stand inside: `baton --help` must not load what only one command needs.
+
+
+def _up(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.serving import up
+
+    return up(config, options.wait)
+
+
+def _run(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.foreground import run
+
+    return run(
+        config,
+        options.wait,
+        prompt=options.prompt,
+        oneshot=options.oneshot,
+        with_parent=options.end_with_parent,
+    )
+
+
+def _down(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.serving import down
+
+    return down(config, now=options.now)
+
+
+def _status(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.status import status
+
+    return status(config, as_json=options.json)
+
+
+def _chat(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.chat import chat
+
+    return chat(
+        config,
+        system=options.system,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+    )
+
+
+def _logs(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.serving import logs
+
+    return logs(config, options.worker, options.n)
+
+
+def _prepare(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.models import prepare
+
+    return prepare(config, options.name)
+
+
+def _config_show(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.show import config_show
+
+    return config_show(config, changed=options.changed, as_json=options.json)
+
+
+def _version(_: Config, __: argparse.Namespace) -> int:
+    from baton.cli.show import version
+
+    return version()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

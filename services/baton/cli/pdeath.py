@@ -1,0 +1,43 @@
+"""Runs a program that the kernel ends when its parent dies.
+
+    python -m baton.cli.pdeath SIGNAL PARENT_PID -- program arguments...
+
+Decides nothing: it asks the kernel for SIGNAL at the parent's death, checks that the parent did
+not die before that took effect, and becomes the program. `PARENT_PID` 0 means: whoever the parent
+is now. It imports almost nothing, so the time in which nobody watches is short. The kernel counts
+the death of the *thread* that started us, so callers start programs from their main thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: int, parent_pid: int) -> None:
+    """Ask for signal ``number`` when the parent dies; exit at once if it is dead already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), number)
+
+
+def main(arguments: list[str]) -> None:
+    """Set the signal and become the program."""
+    name, parent, dashes, *program = arguments
+    if dashes != "--" or not program:
+        sys.exit("usage: pdeath SIGNAL PARENT_PID -- program arguments...")
+    end_with_parent(signal.Signals[f"SIG{name}"], int(parent) or os.getppid())
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        sys.exit(f"{program[0]}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,83 @@
+"""`baton up`, `baton down`, `baton logs`: a cluster in the background."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+from baton.cli.client import reach
+from baton.cli.cluster import Cluster, Patience
+from baton.cli.record import ClusterRecord
+from baton.cli.terminal import CommandError, ExitCode, say, warn
+from baton.runtime.settings import Config
+
+#: `baton down --now` lets a drain go on this long.
+_NOW_S = 2.0
+
+
+def up(config: Config, wait_s: float) -> int:
+    """Start a cluster and wait until it can serve; leave one that runs alone."""
+    cluster = Cluster(config, os.environ, say)
+    found = cluster.running()
+    if found is not None:
+        say(f"already running since an earlier `baton up` (supervisor pid {found.supervisor_pid})")
+        say_addresses(found)
+        return ExitCode.OK
+    found = cluster.start(in_foreground=False)
+    try:
+        cluster.wait_ready(found, wait_s, stop=lambda: False)
+    except (CommandError, KeyboardInterrupt):
+        give_up(cluster)
+        raise
+    say_addresses(found)
+    say(f"logs        {cluster.run_dir / 'logs'}")
+    return ExitCode.OK
+
+
+def give_up(cluster: Cluster) -> None:
+    """Stop what did not become ready."""
+    patience = Patience()
+    patience.limit(_NOW_S)
+    for line in cluster.stop(patience):
+        warn(f"baton: left behind: {line}")
+
+
+def say_addresses(found: ClusterRecord) -> None:
+    """Tell where the cluster can be reached."""
+    url = reach(found.url)
+    if url != found.url:
+        say(f"gateway     {url}")
+        return
+    say(f"playground  {url}/")
+    say(f"API         {url}/v1 (OpenAI-compatible)")
+    say(f"metrics     {url}/metrics")
+
+
+def down(config: Config, *, now: bool) -> int:
+    """Stop the cluster and whatever a killed one left; report what resists."""
+    cluster = Cluster(config, os.environ, say)
+    ran = cluster.running() is not None
+    patience = Patience()
+    if now:
+        patience.limit(_NOW_S)
+    left = cluster.stop(patience)
+    if left:
+        raise CommandError("stopped, but left behind: " + "; ".join(left))
+    what = "stopped" if ran else "no cluster runs here"
+    say(f"{what}; nothing is left behind")
+    return ExitCode.OK
+
+
+def logs(config: Config, worker: str | None, lines: int) -> int:
+    """Print the newest lines of one log or of all."""
+    folder = Cluster(config, os.environ, say).run_dir / "logs"
+    paths = sorted(folder.glob(f"{worker or '*'}.log"))
+    if not paths:
+        raise CommandError(f"no log {worker or ''} in {folder}")
+    for path in paths:
+        if len(paths) > 1:
+            say(f"==> {path} <==")
+        with path.open(errors="replace") as text:
+            for line in deque(text, maxlen=lines):
+                say(line, end="")
+    return ExitCode.OK

@@ -1,0 +1,61 @@
+"""The settings a cluster was started with, as one file that all its processes read.
+
+Decides the values that depend on the place: names that keep two checkouts apart, a port where any
+would do, absolute paths. The file is written once a start; what a process reads after a restart is
+what its siblings read before.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import msgspec
+
+from baton.runtime.config import load
+from baton.runtime.settings import SECTIONS, Config
+
+
+def resolve(config: Config, run_dir: Path) -> Config:
+    """Return ``config`` with everything decided that its processes must agree on."""
+    cluster = msgspec.structs.replace(config.cluster, run_dir=str(run_dir))
+    if config.sources["cluster.name"] == "default":
+        # The name stands in the arena's file name: two checkouts must not share one.
+        digest = run_dir.name.rpartition("-")[2][:12]
+        cluster = msgspec.structs.replace(cluster, name=_cluster_name(f"baton-{digest}"))
+    gateway = config.gateway
+    if not gateway.uds and gateway.port == 0:
+        gateway = msgspec.structs.replace(gateway, port=free_port(gateway.host))
+    model = config.model
+    if Path(model.path).is_dir():
+        model = msgspec.structs.replace(model, path=str(Path(model.path).absolute()))
+    sections = {name: getattr(config, name) for name in SECTIONS}
+    sections |= {"cluster": cluster, "gateway": gateway, "model": model}
+    return Config(**sections, path=config.path, sources=config.sources)
+
+
+def _cluster_name(wanted: str) -> str:
+    return "".join(c if c.isalnum() and c.isascii() else "-" for c in wanted.lower())[:32]
+
+
+def write(config: Config, path: Path) -> Config:
+    """Write all settings to ``path`` (mode 0600) and return them as its readers will see them."""
+    lines = [f"# Written by `baton up` from {config.path or 'the defaults'}; edits are lost.\n"]
+    for section, cls in SECTIONS.items():
+        lines.append(f"\n[{section}]\n")
+        for name in cls.__struct_fields__:
+            value = getattr(getattr(config, section), name)
+            # Texts, numbers and flat lists look the same in JSON and in TOML.
+            lines.append(f"{name} = {msgspec.json.encode(value).decode()}\n")
+    path.touch(mode=0o600)
+    path.write_text("".join(lines), encoding="utf-8")
+    return load(path, {})
+
+
+def free_port(host: str) -> int:
+    """Return a TCP port nobody listens on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,201 @@
+"""Supervisor as this cluster uses it: its configuration file, and asking it things.
+
+Decides which programs there are, in which order they start and how they are ended. Restarts are
+`baton.cli.restarter`'s business; how long a worker drains is the limit `drain_ms`.
+
+Paths reach supervisor through the environment: its configuration language would take ` ;` in a
+path for a comment and `%` for an expansion.
+"""
+
+from __future__ import annotations
+
+import getpass
+import math
+import os
+import resource
+import shlex
+import sys
+import xmlrpc.client
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.core.ids import Role
+from baton.ledger.embedded import server_command
+from baton.runtime.config import worker_ids
+from baton.runtime.dirs import SUPERVISOR_SOCKET
+from baton.runtime.settings import Config
+
+CONFIG_NAME = "supervisord.conf"
+SETTINGS_NAME = "settings.toml"
+LEDGER = "ledger"
+RESTARTER = "restarter"
+#: Lower starts earlier. Everybody waits for the ledger by itself; the order only saves retries.
+PRIORITY = {Role.ROUTER: 20, Role.DECODE: 30, Role.PREFILL: 40, Role.GATEWAY: 50}
+_LEDGER_PRIORITY, _RESTARTER_PRIORITY = 10, 60
+#: Beyond the drain: releasing the lease, closing links, unlinking the arena.
+_STOP_MARGIN_S = 5
+_FILES_MAX = 8_192
+
+_HEADER = """\
+; Written by `baton up`; edits are lost. Values come from settings.toml beside this file.
+[unix_http_server]
+file = %(here)s/{socket}
+chmod = 0700
+
+[rpcinterface:supervisor]
+supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
+
+[supervisord]
+nodaemon = true
+silent = true
+logfile = %(here)s/logs/supervisord.log
+logfile_maxbytes = 10MB
+logfile_backups = 3
+pidfile = %(here)s/supervisord.pid
+umask = 077
+minfds = {minfds}
+{user}
+[supervisorctl]
+serverurl = unix://%(here)s/{socket}
+"""
+
+# startsecs 0 and no restarts by supervisor: an early exit counts as an exit, with its exit code.
+_PROGRAM = """
+[{section}]
+command = {command}
+priority = {priority}
+autostart = true
+autorestart = false
+startsecs = 0
+stopsignal = TERM
+stopwaitsecs = {stop_s}
+stopasgroup = true
+killasgroup = true
+redirect_stderr = true
+stdout_logfile = %(here)s/logs/{name}.log
+stdout_logfile_maxbytes = 20MB
+stdout_logfile_backups = 3
+"""
+
+# The one process that supervisor itself restarts, for ever: it is small and holds no state.
+_LISTENER = """
+[eventlistener:{name}]
+command = %(ENV_SV_PYTHON)s -m baton.cli.restarter
+events = PROCESS_STATE_EXITED,PROCESS_STATE_FATAL,TICK_5
+buffer_size = 100
+priority = {priority}
+autorestart = true
+startsecs = 0
+startretries = 1000000
+stopwaitsecs = 2
+stderr_logfile = %(here)s/logs/{name}.log
+stderr_logfile_maxbytes = 5MB
+stderr_logfile_backups = 1
+stdout_logfile = NONE
+"""
+
+
+def render(config: Config) -> str:
+    """Return supervisord's configuration for this cluster."""
+    stop_s = math.ceil(config.limits.drain_ms / 1000) + _STOP_MARGIN_S
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = hard if hard != resource.RLIM_INFINITY else _FILES_MAX
+    parts = [
+        _HEADER.format(
+            socket=SUPERVISOR_SOCKET,
+            minfds=max(min(most, _FILES_MAX), min(soft, _FILES_MAX)),
+            user=_user_line(),
+        )
+    ]
+    if not config.ledger.url:
+        parts.append(_program(LEDGER, "%(ENV_SV_LEDGER)s", _LEDGER_PRIORITY, 10))
+    for role, worker_id in worker_ids(config):
+        command = (
+            f"%(ENV_SV_PYTHON)s -m baton.{role.value} "
+            f"--worker-id {worker_id} --config %(ENV_SV_SETTINGS)s"
+        )
+        parts.append(_program(worker_id, command, PRIORITY[role], stop_s))
+    parts.append(_LISTENER.format(name=RESTARTER, priority=_RESTARTER_PRIORITY))
+    return "".join(parts)
+
+
+def _program(name: str, command: str, priority: int, stop_s: int) -> str:
+    return _PROGRAM.format(
+        section=f"program:{name}", name=name, command=command, priority=priority, stop_s=stop_s
+    )
+
+
+def _user_line() -> str:
+    """Name the user we are: without it supervisor complains to root at every start."""
+    try:
+        return f"user = {getpass.getuser()}\n" if os.geteuid() == 0 else ""
+    except (KeyError, OSError):
+        return ""
+
+
+def environment(config: Config, run_dir: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of supervisor and all its programs.
+
+    Settings from the caller's environment are left out: they stand in ``settings.toml``, and a
+    process restarted tomorrow must read what its siblings read today.
+    """
+    sections = tuple(f"BATON_{section}_".upper() for section in config.__slots__)
+    kept = {name: value for name, value in environ.items() if not name.startswith(sections)}
+    kept.pop("BATON_CONFIG", None)
+    if not config.ledger.url:
+        # The server has no watch of its own for a supervisor that was killed.
+        guard = [sys.executable, "-m", "baton.cli.pdeath", "TERM", "0", "--"]
+        kept["SV_LEDGER"] = shlex.join([*guard, *server_command(run_dir, run_dir / "ledger")])
+    return kept | {
+        "SV_PYTHON": shlex.quote(sys.executable),
+        "SV_SETTINGS": shlex.quote(str(run_dir / SETTINGS_NAME)),
+        # Marks every process of this cluster: `baton down` looks for it in /proc.
+        MARK: str(run_dir),
+        "PYTHONUNBUFFERED": "1",
+        # A crash in native code leaves the Python stack in the log.
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": _absolute_path(environ.get("PYTHONPATH", "")),
+    }
+
+
+#: Environment variable whose value, in /proc/<pid>/environ, tells whose a process is.
+MARK = "SV_RUN_DIR"
+
+
+def _absolute_path(path: str) -> str:
+    return os.pathsep.join(str(Path(part).absolute()) for part in path.split(os.pathsep) if part)
+
+
+def command(run_dir: Path) -> list[str]:
+    """Return the command line of supervisord."""
+    return [sys.executable, "-m", "supervisor.supervisord", "-c", str(run_dir / CONFIG_NAME)]
+
+
+class Supervisor:
+    """Asks a running supervisord over its Unix socket."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from supervisor.xmlrpc import SupervisorTransport
+
+        transport = SupervisorTransport(None, None, f"unix://{run_dir / SUPERVISOR_SOCKET}")
+        # The address is a formality: the transport knows the socket.
+        proxy = xmlrpc.client.ServerProxy("http://127.0.0.1", transport=transport)
+        self._rpc: Any = proxy.supervisor
+
+    def processes(self) -> list[dict[str, Any]]:
+        """Return supervisor's own record of every program. Raises OSError when it is not there."""
+        found: list[dict[str, Any]] = self._rpc.getAllProcessInfo()
+        return [info for info in found if info["name"] != RESTARTER]
+
+    def stop(self, names: Sequence[str]) -> None:
+        """Tell these programs to stop, all at once; does not wait."""
+        for name in names:
+            try:
+                self._rpc.stopProcess(name, False)
+            except xmlrpc.client.Fault:
+                continue  # It is not running, which is what is wanted.
+
+    def shutdown(self) -> None:
+        """Stop what is left, in order, and then supervisor itself; does not wait."""
+        self._rpc.shutdown()
