@@ -1,0 +1,295 @@
+"""What the machines rely on in a KV channel, of the real and of the simulated one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.core.ids import Peer
+from baton.core.lifecycles import BlockState
+from baton.ports.channel import ArenaGone, ArenaInUse, BlockMark
+from baton.wire.messages import TicketBlock
+from support.channel_fixtures import shared_directory
+from support.channel_hosts import FakeHost, RealHost
+from support.channel_parts import CHAIN, COMPAT, LAYOUT, OWNER, WRITER, check_of, pattern
+
+FILLING = BlockMark(3, BlockState.FILLING, 7, epoch=2, writer=WRITER.incarnation)
+TICKET = (TicketBlock(logical=0, block=3, generation=7),)
+
+
+@pytest.fixture(params=["real", "simulated"])
+def host(request: pytest.FixtureRequest) -> Iterator[Any]:
+    if request.param == "simulated":
+        yield FakeHost()
+        return
+    with shared_directory() as directory:
+        real = RealHost(directory)
+        yield real
+        real.close()
+
+
+def test_a_new_arena_is_zero_and_all_its_blocks_are_free(host: Any) -> None:
+    """Nothing of an earlier arena shows in a new one."""
+    arena = host.create(blocks=8)
+    assert arena.blocks_total == 8
+    assert len(arena.memory) == 8 * LAYOUT.block_bytes
+    assert not any(arena.memory)
+    assert all(arena.marked(i) == BlockMark(i, BlockState.FREE, 0) for i in range(8))
+
+
+def test_the_owner_sees_what_the_writer_stores_and_the_other_way_round(host: Any) -> None:
+    """Both sides look at the same bytes: nothing is copied or sent."""
+    arena = host.create()
+    mapped = host.channel().map(arena.ref, WRITER)
+    mapped.memory[:5] = b"write"
+    arena.memory[-5:] = b"reply"
+    assert bytes(arena.memory[:5]) == b"write"
+    assert bytes(mapped.memory[-5:]) == b"reply"
+
+
+def test_marks_reach_the_writer_as_they_were_stored(host: Any) -> None:
+    """Every field of a mark is read back by the other side, in the order of the last store."""
+    arena = host.create()
+    mapped = host.channel().map(arena.ref, WRITER)
+    mark = BlockMark(
+        5,
+        BlockState.CACHED,
+        2**32 - 1,
+        2**63,
+        2**62 - 1,
+        CHAIN,
+        filled=65535,
+        request_key=2**64 - 1,
+    )
+    arena.mark([replace(mark, generation=1), mark])
+    assert mapped.marked(5) == mark
+    assert mapped.marked(4) == BlockMark(4, BlockState.FREE, 0)
+
+
+def test_a_writer_may_write_exactly_what_is_filling_for_it(host: Any) -> None:
+    """Another state, generation, epoch, writer or block number forbids the whole chunk."""
+    arena = host.create()
+    mapped = host.channel().map(arena.ref, WRITER)
+    assert not mapped.may_write(2, TICKET)
+    arena.mark([FILLING])
+    assert mapped.may_write(2, TICKET)
+    assert not mapped.may_write(1, TICKET)
+    assert not mapped.may_write(3, TICKET)
+    assert not mapped.may_write(2, [TicketBlock(0, 3, 6)])
+    assert not mapped.may_write(2, [*TICKET, TicketBlock(1, 4, 7)])
+    for state in set(BlockState) - {BlockState.FILLING}:
+        arena.mark([replace(FILLING, state=state)])
+        assert not mapped.may_write(2, TICKET)
+    arena.mark([replace(FILLING, writer=WRITER.incarnation + 1)])
+    assert not mapped.may_write(2, TICKET)
+
+
+@pytest.mark.parametrize("block", [-1, 8, 2**40])
+def test_a_block_number_outside_the_arena_is_never_writable(host: Any, block: int) -> None:
+    """A ticket's numbers are checked against the arena, not trusted."""
+    arena = host.create(blocks=8)
+    mapped = host.channel().map(arena.ref, WRITER)
+    arena.mark([replace(FILLING, block=7), replace(FILLING, block=0)])
+    assert not mapped.may_write(2, [TicketBlock(0, block, 7)])
+
+
+def test_checksums_of_the_writer_verify_at_the_owner(host: Any) -> None:
+    """Full and partial blocks written by one side are accepted by the other."""
+    arena = host.create()
+    mapped = host.channel().map(arena.ref, WRITER)
+    mapped.memory[:] = pattern(len(mapped.memory))
+    checks = [
+        check_of(mapped.memory, block, logical=block, tokens=tokens)
+        for block, tokens in ((0, 4), (5, 4), (7, 1), (2, 3))
+    ]
+    sums = mapped.checksums([replace(check, checksum=0) for check in checks])
+    assert sums == [check.checksum for check in checks]
+    assert arena.verify(checks) == []
+
+
+def test_only_the_damaged_block_is_named(host: Any) -> None:
+    """One flipped bit costs one block."""
+    arena = host.create()
+    arena.memory[:] = pattern(len(arena.memory))
+    checks = [check_of(arena.memory, block, logical=10 + block) for block in range(4)]
+    host.flip(arena, 2, LAYOUT.block_bytes - 1)
+    assert arena.verify(checks) == [12]
+    host.flip(arena, 2, LAYOUT.block_bytes - 1)
+    assert arena.verify(checks) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"logical": 1},
+        {"generation": 2},
+        {"tokens": 3},
+        {"tokens": 0},
+        {"tokens": 5},
+        {"tokens": -1},
+        {"block": 1},
+        {"block": 8},
+        {"block": -8},
+        {"chain": bytes(16)},
+        {"chain": b""},
+        {"logical": 2**32},
+        {"generation": -1},
+        {"checksum": -1},
+        {"checksum": 2**64},
+    ],
+)
+def test_a_true_checksum_for_something_else_is_a_mismatch(host: Any, wrong: dict[str, Any]) -> None:
+    """The sum binds bytes to position, generation, length and prefix; nonsense never raises."""
+    arena = host.create()
+    arena.memory[:] = pattern(len(arena.memory))
+    check = replace(check_of(arena.memory, 0), **wrong)
+    assert arena.verify([check]) == [check.logical]
+
+
+def test_a_writer_is_alive_from_its_mapping_to_its_death_and_never_again(host: Any) -> None:
+    """Once seen gone, that incarnation is dead for ever; another one of the same name lives."""
+    arena = host.create()
+    assert not arena.writer_alive(WRITER.incarnation)
+    mapped = host.channel().map(arena.ref, WRITER)
+    assert arena.writer_alive(WRITER.incarnation)
+    host.die(mapped, WRITER.incarnation)
+    assert not arena.writer_alive(WRITER.incarnation)
+    successor = Peer(WRITER.worker_id, WRITER.incarnation + 1)
+    host.channel().map(arena.ref, successor)
+    assert arena.writer_alive(successor.incarnation)
+    assert not arena.writer_alive(WRITER.incarnation)
+
+
+def test_the_owner_itself_is_alive(host: Any) -> None:
+    """Asking for one's own incarnation is not a question to the kernel."""
+    assert host.create().writer_alive(OWNER.incarnation)
+
+
+def test_one_process_writes_in_several_arenas(host: Any) -> None:
+    """Locks in different arenas have nothing to do with each other."""
+    first, second = host.create(), host.create(Peer("decode-1", 1002))
+    channel = host.channel()
+    mapped = channel.map(first.ref, WRITER)
+    other = channel.map(second.ref, WRITER)
+    other.memory[0] = 9
+    assert (first.memory[0], second.memory[0]) == (0, 9)
+    mapped.close()
+    assert not first.writer_alive(WRITER.incarnation)
+    assert second.writer_alive(WRITER.incarnation)
+
+
+def test_mapping_twice_gives_the_same_mapping(host: Any) -> None:
+    """A second ticket of the same arena costs no second mapping."""
+    arena, channel = host.create(), host.channel()
+    assert channel.map(arena.ref, WRITER) is channel.map(arena.ref, WRITER)
+
+
+def test_an_incarnation_that_closed_an_arena_never_maps_it_again(host: Any) -> None:
+    """The owner took the lock's end for death, so it must have been for good."""
+    arena, channel = host.create(), host.channel()
+    channel.map(arena.ref, WRITER).close()
+    with pytest.raises(ArenaGone, match="closed"):
+        channel.map(arena.ref, WRITER)
+
+
+def test_two_processes_of_one_incarnation_are_refused(host: Any) -> None:
+    """An incarnation's byte has one holder."""
+    arena = host.create()
+    host.channel().map(arena.ref, WRITER)
+    with pytest.raises(ArenaGone, match="another process"):
+        host.channel().map(arena.ref, WRITER)
+
+
+def test_a_second_owner_is_refused_while_the_first_lives(host: Any) -> None:
+    """The error names who holds the arena, and the first owner notices nothing."""
+    arena = host.create()
+    with pytest.raises(ArenaInUse, match="decode-0/1001"):
+        host.create(Peer("decode-0", 1003))
+    host.channel().map(arena.ref, WRITER).memory[0] = 1
+    assert arena.memory[0] == 1
+
+
+def test_a_dead_owners_arena_is_replaced_and_its_old_name_leads_nowhere(host: Any) -> None:
+    """A ticket of the old incarnation opens nothing, and old mappings do not reach the new one."""
+    old = host.create()
+    mapped = host.channel().map(old.ref, WRITER)
+    host.die(old, OWNER.incarnation)
+    new = host.create(Peer("decode-0", 1003))
+    assert new.ref.path == old.ref.path
+    mapped.memory[0] = 0x55
+    assert new.memory[0] == 0
+    with pytest.raises(ArenaGone):
+        host.channel().map(old.ref, Peer("prefill-1", 2002))
+    assert host.channel().map(new.ref, WRITER).memory[0] == 0
+
+
+def test_an_arena_whose_owner_is_dead_is_not_mapped(host: Any) -> None:
+    """A ticket that outlived its issuer is refused at once."""
+    arena = host.create()
+    host.die(arena, OWNER.incarnation)
+    with pytest.raises(ArenaGone, match="dead"):
+        host.channel().map(arena.ref, WRITER)
+
+
+def test_a_missing_arena_is_gone(host: Any) -> None:
+    """Unlinked at its owner's orderly end."""
+    arena = host.create()
+    arena.close(unlink=True)
+    with pytest.raises(ArenaGone):
+        host.channel().map(arena.ref, WRITER)
+
+
+@pytest.mark.parametrize(
+    "change", [{"inode": 1 << 40}, {"device": 1 << 40}, {"file_id": "0" * 32}, {"owner": WRITER}]
+)
+def test_a_reference_to_another_file_is_refused(host: Any, change: dict[str, Any]) -> None:
+    """Path, device, inode, file id and owner must all be the file's own."""
+    arena = host.create()
+    with pytest.raises(ArenaGone):
+        host.channel().map(msgspec.structs.replace(arena.ref, **change), WRITER)
+    assert not arena.writer_alive(WRITER.incarnation)
+
+
+def test_another_layout_is_refused_with_both_in_the_message(host: Any) -> None:
+    """Equal sizes in another order would read as fluent nonsense."""
+    arena = host.create()
+    permuted = msgspec.structs.replace(LAYOUT, heads=LAYOUT.head_dim, head_dim=LAYOUT.heads)
+    assert permuted.block_bytes == LAYOUT.block_bytes
+    with pytest.raises(ArenaGone) as caught:
+        host.channel(layout=permuted).map(arena.ref, WRITER)
+    assert LAYOUT.describe() in str(caught.value)
+    assert permuted.describe() in str(caught.value)
+
+
+def test_another_model_is_refused_with_both_in_the_message(host: Any) -> None:
+    """KV of other weights has the right shape and the wrong meaning."""
+    arena = host.create()
+    other = msgspec.structs.replace(COMPAT, model="other")
+    with pytest.raises(ArenaGone, match=r"model: 'mmm.*' != 'other'"):
+        host.channel(compat=other).map(arena.ref, WRITER)
+
+
+def test_only_files_that_nobody_locks_are_reclaimed(host: Any) -> None:
+    """A living writer protects a dead owner's file; another cluster's files are not touched."""
+    host.create(Peer("decode-1", 1002))
+    dead = host.create()
+    mapped = host.channel().map(dead.ref, WRITER)
+    host.die(dead, OWNER.incarnation)
+    longer = host.create(Peer("decode-2", 1004), cluster="test-two")
+    host.die(longer, 1004)
+    assert host.reclaim("test") == []
+    host.die(mapped, WRITER.incarnation)
+    assert host.reclaim("test") == [dead.ref.path]
+    assert host.reclaim("test-two") == [longer.ref.path]
+
+
+def test_closing_without_unlinking_leaves_the_memory_to_a_successor(host: Any) -> None:
+    """Closing twice does nothing; the name stays until somebody reclaims it."""
+    arena = host.create()
+    arena.close(unlink=False)
+    arena.close(unlink=False)
+    assert host.reclaim("test") == [arena.ref.path]
