@@ -1,0 +1,105 @@
+"""What prefill's thread does for its machine: fence, step, checksums; and mapping arenas.
+
+Decides nothing; each function turns a command into the event that answers it. The process and the
+simulator both call these, so what is simulated is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton.core.ids import Peer
+from baton.ports.channel import ArenaGone, Channel, MappedArena
+from baton.ports.clock import Clock
+from baton.ports.engine import Engine, Sampled, StepFailed
+from baton.prefill.io import (
+    ArenaOpened,
+    ChunkFinished,
+    ChunkResult,
+    ChunkRow,
+    MapArena,
+    RunChunk,
+    UnmapArena,
+)
+
+
+class ChunkWorker:
+    """The engine thread's side: owns engine and mappings, so that none goes while it is used."""
+
+    def __init__(self, engine: Engine, channel: Channel, me: Peer, clock: Clock) -> None:
+        self.engine = engine
+        self.channel = channel
+        self.me = me
+        self.clock = clock
+        self.arenas: dict[str, MappedArena] = {}
+
+    def map(self, command: MapArena) -> ArenaOpened:
+        """Lock and map an arena and show it to the engine."""
+        ref = command.ref
+        if ref.file_id in self.arenas:
+            return ArenaOpened(ref)
+        try:
+            mapped = self.channel.map(ref, self.me)
+        except ArenaGone as error:
+            return ArenaOpened(ref, str(error))
+        self.arenas[ref.file_id] = mapped
+        self.engine.attach(ref.file_id, mapped.memory)
+        return ArenaOpened(ref)
+
+    def unmap(self, command: UnmapArena) -> None:
+        """Drop the engine's views, then the mapping and with it the lock."""
+        mapped = self.arenas.pop(command.file_id, None)
+        if mapped is not None:
+            self.engine.detach(command.file_id)
+            mapped.close()
+
+    def run(self, command: RunChunk) -> ChunkFinished:
+        """Look at every fence, compute the rows that pass, checksum what they completed."""
+        return self.complete(command, self.begin(command), self.clock.now())
+
+    def begin(self, command: RunChunk) -> list[int]:
+        """Return which rows may store: nothing is stored before this look at the metadata."""
+        return [number for number, row in enumerate(command.rows) if self._passes(row)]
+
+    def complete(self, command: RunChunk, live: list[int], began: float) -> ChunkFinished:
+        """Store K and V of the ``live`` rows and checksum the blocks they completed."""
+        results = {
+            number: ChunkResult(fenced=True)
+            for number in range(len(command.rows))
+            if number not in live
+        }
+        sampled = self._step(command.rows, live, results)
+        ended = self.clock.now()
+        for number in live:
+            if number not in results:
+                row = command.rows[number]
+                sums = self.arenas[row.row.arena].checksums(row.checks)
+                results[number] = ChunkResult(sampled=sampled[number], checksums=tuple(sums))
+        return ChunkFinished(
+            step=command.step,
+            results=tuple(results[number] for number in range(len(command.rows))),
+            seconds=ended - began,
+            last_write_ns=int(ended * 1e9),
+        )
+
+    def _passes(self, row: ChunkRow) -> bool:
+        mapped = self.arenas.get(row.row.arena)
+        return mapped is not None and mapped.may_write(row.epoch, row.targets)
+
+    def _step(
+        self, rows: tuple[ChunkRow, ...], live: list[int], results: dict[int, ChunkResult]
+    ) -> Mapping[int, Sampled | None]:
+        """Run the rows, without those that the engine blames; the others are stepped again."""
+        left = list(live)
+        while left:
+            try:
+                sampled = self.engine.step([rows[number].row for number in left])
+            except StepFailed as error:
+                blamed = [n for n in left if rows[n].row.request_id in error.request_ids]
+                assert blamed, "the engine failed a step and blames nobody in it"
+                for number in blamed:
+                    results[number] = ChunkResult(failed=str(error), retryable=error.retryable)
+                left = [number for number in left if number not in blamed]
+            else:
+                return dict(zip(left, sampled, strict=True))
+        return {}
