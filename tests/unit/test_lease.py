@@ -18,6 +18,7 @@ from baton.ports.ledger import (
     PlaceRequest,
     ReleaseLease,
     RenewLease,
+    Reply,
     Unavailable,
 )
 
@@ -177,11 +178,12 @@ def test_whatever_is_answered_it_goes_on_asking_one_at_a_time(
             now = max(now, deadline)
             continue
         now += delay
-        answer = {
+        answers_by_name: dict[str, Reply | Unavailable] = {
             "held": LeaseHeld("a", False, (ME, OTHER)),
             "lost": LeaseLost("a"),
             "unavailable": Unavailable("x"),
-        }[reply]
+        }
+        answer = answers_by_name[reply]
         op, in_flight = in_flight, None
         if reply == "held":
             answered_sent_at = sent_at

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.resources import files
 from typing import assert_never
 
 import msgspec
 
 from baton.core.ids import Member, Peer
-from baton.core.lifecycles import REQUEST_MOVES, RequestState
+from baton.core.lifecycles import RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Outcome
 from baton.ledger.keys import Keys
@@ -37,6 +37,8 @@ from baton.ports.ledger import (
     Reply,
     RetryRequest,
     op_id,
+    sources_of,
+    target_of,
 )
 
 #: A replaced incarnation that was frozen must find its seat taken when it thaws.
@@ -59,6 +61,7 @@ _outcome_decoder = msgspec.msgpack.Decoder(Outcome)
 _member_decoder = msgspec.msgpack.Decoder(Member)
 
 Word = bytes | str | int
+RequestOp = AdmitRequest | PlaceRequest | AdvanceRequest | RetryRequest | EndRequest
 
 
 class Script:
@@ -81,12 +84,6 @@ def load_scripts() -> dict[type[AnyOp], Script]:
     return {op: Script(name, prelude) for op, prelude, name in _SCRIPTS}
 
 
-@cache
-def sources_of(target: RequestState) -> str:
-    """Return the states from which ``target`` is legal, as the scripts look for them: `` a b ``."""
-    return "".join(f" {source}" for source, moves in REQUEST_MOVES.items() if target in moves) + " "
-
-
 class Scribe:
     """Writes commands for one pool."""
 
@@ -94,6 +91,7 @@ class Scribe:
         self.keys = Keys(pool)
         self.scripts = load_scripts()
         self._limits = limits
+        self._sources: dict[tuple[type, str], str] = {}
 
     def command(self, op: AnyOp) -> bytes:
         """Return the EVALSHA command that executes ``op``."""
@@ -119,19 +117,17 @@ class Scribe:
             case AdmitRequest(spec=spec, router=router):
                 backstop_ms = spec.deadline_ms + self._limits.terminal_ttl_ms
                 own = (str(router), str(spec.gateway), _encode(spec), backstop_ms)
-                return self._request(spec.request_id, 1, "", RequestState.ADMITTED, own)
-            case PlaceRequest(request_id=request_id, epoch=epoch):
-                own = (str(op.router), str(op.decode), str(op.prefill or ""))
-                return self._request(request_id, epoch, op_id(op), RequestState.PLACED, own)
-            case AdvanceRequest(request_id=request_id, epoch=epoch, state=state, by=by):
-                return self._request(request_id, epoch, op_id(op), state, (str(by),))
-            case RetryRequest(request_id=request_id, epoch=epoch, router=router):
-                own = (str(router),)
-                return self._request(request_id, epoch, op_id(op), RequestState.ADMITTED, own)
-            case EndRequest(request_id=request_id, epoch=epoch, outcome=outcome, by=by):
-                state = RequestState(outcome.ending.value)
+                return self._request(op, spec.request_id, 1, "", own)
+            case PlaceRequest(router=router, decode=decode, prefill=prefill):
+                own = (str(router), str(decode), str(prefill or ""))
+                return self._request(op, op.request_id, op.epoch, op_id(op), own)
+            case AdvanceRequest(by=by):
+                return self._request(op, op.request_id, op.epoch, op_id(op), (str(by),))
+            case RetryRequest(router=router):
+                return self._request(op, op.request_id, op.epoch, op_id(op), (str(router),))
+            case EndRequest(outcome=outcome, by=by):
                 own = (str(by), _encode(outcome), self._limits.terminal_ttl_ms)
-                return self._request(request_id, epoch, "", state, own)
+                return self._request(op, op.request_id, op.epoch, "", own)
             case _:
                 assert_never(op)
 
@@ -143,10 +139,16 @@ class Scribe:
         return names, (str(peer), ttl_ms, secrets.token_hex(8), SEAT_TTL_MS, *own)
 
     def _request(
-        self, request_id: str, epoch: int, op: str, target: RequestState, own: Sequence[Word]
+        self, op: RequestOp, request_id: str, epoch: int, op_id: str, own: Sequence[Word]
     ) -> tuple[Sequence[Word], Sequence[Word]]:
         names = (self.keys.request(request_id), self.keys.owners)
-        return names, (request_id, epoch, op, sources_of(target), target.value, *own)
+        target = target_of(op).value
+        legal = self._sources.get((type(op), target))
+        if legal is None:
+            # As the scripts look for them: " a b ".
+            legal = "".join(f" {source}" for source in sorted(sources_of(op))) + " "
+            self._sources[type(op), target] = legal
+        return names, (request_id, epoch, op_id, legal, target, *own)
 
 
 @lru_cache(maxsize=512)

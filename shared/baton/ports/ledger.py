@@ -23,9 +23,11 @@ from typing import Protocol, assert_never
 import msgspec
 
 from baton.core.ids import Member, Peer
-from baton.core.lifecycles import RequestState
+from baton.core.lifecycles import REQUEST_MOVES, RequestState
 from baton.core.outcomes import Outcome
 from baton.wire.messages import RequestSpec
+
+R = RequestState
 
 
 class Op(msgspec.Struct, frozen=True, tag=True):
@@ -115,6 +117,42 @@ def op_id(op: PlaceRequest | AdvanceRequest | RetryRequest) -> str:
             return f"retry:{op.router}"
         case _:
             assert_never(op)
+
+
+#: What a worker may say of its own work. Going back within an epoch is not among it: the way back
+#: would look like a repetition of the way there.
+ADVANCES = frozenset({R.PREFILLING, R.COMMITTED, R.DECODING})
+
+
+def target_of(op: AdmitRequest | PlaceRequest | AdvanceRequest | RetryRequest | EndRequest) -> R:
+    """Return the state that ``op`` moves a request to."""
+    match op:
+        case AdmitRequest() | RetryRequest():
+            return R.ADMITTED
+        case PlaceRequest():
+            return R.PLACED
+        case AdvanceRequest(state=state):
+            return state
+        case EndRequest(outcome=outcome):
+            return R(outcome.ending.value)
+        case _:
+            assert_never(op)
+
+
+def sources_of(
+    op: AdmitRequest | PlaceRequest | AdvanceRequest | RetryRequest | EndRequest,
+) -> frozenset[RequestState]:
+    """Return the states from which ``op`` may move a request: REQUEST_MOVES, and for this op."""
+    target = target_of(op)
+    legal = frozenset(source for source, moves in REQUEST_MOVES.items() if target in moves)
+    match op:
+        case PlaceRequest():
+            # An epoch binds one decode incarnation: from a later state, a retry comes first.
+            return legal & {R.ADMITTED}
+        case AdvanceRequest():
+            return legal if target in ADVANCES else frozenset()
+        case _:
+            return legal
 
 
 AnyOp = (

@@ -14,7 +14,7 @@ from random import Random
 from typing import assert_never
 
 from baton.core.ids import Member, Peer
-from baton.core.lifecycles import REQUEST_MOVES, TERMINAL, RequestState
+from baton.core.lifecycles import TERMINAL, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Outcome
 from baton.ports.ledger import (
@@ -34,6 +34,8 @@ from baton.ports.ledger import (
     RetryRequest,
     Unavailable,
     op_id,
+    sources_of,
+    target_of,
 )
 from baton.wire.messages import RequestSpec
 
@@ -66,9 +68,6 @@ class Record:
             return set()
         peers = (self.router, self.spec.gateway, self.decode, self.prefill)
         return {peer for peer in peers if peer is not None}
-
-    def may_become(self, state: RequestState) -> bool:
-        return state in REQUEST_MOVES[self.state]
 
     def done(self) -> Done:
         return Done(self.epoch, self.state, self.attempts)
@@ -203,11 +202,12 @@ class LedgerModel:
         if record.outcome is not None:
             return record.conflict()
         answered = record.answers.get(op_id(op))
+        legal = record.state in sources_of(op)
         match op:
             case RetryRequest():
                 if answered is not None and record.epoch == op.epoch + 1:
                     return answered
-                if record.epoch != op.epoch or not record.may_become(RequestState.ADMITTED):
+                if record.epoch != op.epoch or not legal:
                     return record.conflict()
                 record.answers.clear()
                 record.state, record.epoch = RequestState.ADMITTED, op.epoch + 1
@@ -217,7 +217,7 @@ class LedgerModel:
                     return record.conflict()
                 if answered is not None:
                     return answered
-                if record.router != op.router or not record.may_become(RequestState.PLACED):
+                if record.router != op.router or not legal:
                     return record.conflict()
                 record.state, record.attempts = RequestState.PLACED, record.attempts + 1
                 record.decode, record.prefill = op.decode, op.prefill
@@ -226,7 +226,9 @@ class LedgerModel:
                     return record.conflict()
                 if answered is not None:
                     return answered
-                if op.by not in (record.decode, record.prefill) or not record.may_become(op.state):
+                if op.by not in (record.decode, record.prefill) or record.state not in sources_of(
+                    op
+                ):
                     return record.conflict()
                 record.state = op.state
             case _:
@@ -237,10 +239,9 @@ class LedgerModel:
     def _end(self, op: EndRequest, record: Record, now: int) -> Reply:
         if (record.epoch, record.outcome, record.ended_by) == (op.epoch, op.outcome, op.by):
             return record.done()
-        target = RequestState(op.outcome.ending.value)
-        if record.epoch != op.epoch or not record.may_become(target):
+        if record.epoch != op.epoch or record.state not in sources_of(op):
             return record.conflict()
-        record.state, record.outcome, record.ended_by = target, op.outcome, op.by
+        record.state, record.outcome, record.ended_by = target_of(op), op.outcome, op.by
         record.expires_at = now + self._limits.terminal_ttl_ms
         return record.done()
 
