@@ -47,6 +47,9 @@ class Answer:
         )
 
 
+Pieces = Generator[Delta | Answer, None, None]
+
+
 class GatewayClient:
     """One gateway; every call opens a connection of its own."""
 
@@ -73,7 +76,7 @@ class GatewayClient:
 
     def stream_chat(
         self, messages: list[dict[str, str]], *, model: str, max_tokens: int, temperature: float
-    ) -> Generator[Delta | Answer, None, None]:
+    ) -> Pieces:
         """Yield the pieces of the answer as they come, and an :class:`Answer` at the end.
 
         Closing the iterator early closes the connection, which cancels the request.
@@ -126,9 +129,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def _read_stream(
-    response: http.client.HTTPResponse, started: float
-) -> Generator[Delta | Answer, None, None]:
+def _read_stream(response: http.client.HTTPResponse, started: float) -> Pieces:
     first: float | None = None
     finish, pieces, tokens = None, 0, 0
     for line in response:

@@ -19,17 +19,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from baton.cli import leftovers, record, settings_file, supervisor
+from baton.cli import leftovers, models, record, settings_file, supervisor
 from baton.cli.client import UNIX_SCHEME, GatewayClient
 from baton.cli.processes import listener, started
 from baton.cli.record import ClusterRecord
 from baton.cli.supervisor import Supervisor
 from baton.cli.terminal import CommandError, ExitCode
 from baton.core.ids import Role
+from baton.ledger.embedded import LedgerBinaryMissing, SocketPathTooLong
 from baton.runtime.config import worker_ids
 from baton.runtime.cores import plan_cores
-from baton.runtime.dirs import run_dir
+from baton.runtime.dirs import cache_dir, run_dir
 from baton.runtime.settings import Config
 
 #: Orphans of a killed supervisor end by themselves in 5 s; this is more than that.
@@ -91,12 +93,23 @@ class Cluster:
             self._reclaim()
             self._check_port()
             self.config = settings_file.write(
-                settings_file.resolve(self.config, self.run_dir),
+                settings_file.resolve(self.config, self.run_dir, self._model_folder()),
                 self.run_dir / supervisor.SETTINGS_NAME,
             )
             (self.run_dir / supervisor.CONFIG_NAME).write_text(supervisor.render(self.config))
             (self.run_dir / leftovers.LOGS).mkdir(mode=0o700, exist_ok=True)
             return self._launch(in_foreground)
+
+    def _model_folder(self) -> Path | None:
+        if self.config.engine.kind == "fake":
+            return None
+        return models.ensure_prepared(self.config.model.path, cache_dir(self.config, self._environ))
+
+    def _environment(self) -> dict[str, str]:
+        try:
+            return supervisor.environment(self.config, self.run_dir, self._environ)
+        except (LedgerBinaryMissing, SocketPathTooLong) as error:
+            raise CommandError(str(error), ExitCode.CONFIG) from None
 
     def _launch(self, in_foreground: bool) -> ClusterRecord:
         command = supervisor.command(self.run_dir)
@@ -109,7 +122,7 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=supervisor.environment(self.config, self.run_dir, self._environ),
+                env=self._environment(),
                 # Ctrl-C at the terminal is ours to handle; the workers must not see it.
                 start_new_session=True,
             )

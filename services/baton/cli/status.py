@@ -1,0 +1,164 @@
+"""`baton status`: who runs, who holds a lease, what each has to do.
+
+Decides how three sources are put side by side: supervisor's processes, the ledger's leases and each
+process's own report. A process that one source knows and another does not is shown all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from baton.cli.client import no_cluster, reach
+from baton.cli.cluster import Cluster
+from baton.cli.record import ClusterRecord
+from baton.cli.reports import LedgerSilent, Registered, ask, read_members
+from baton.cli.supervisor import LEDGER, SETTINGS_NAME, Supervisor
+from baton.cli.terminal import ExitCode, say, table, warn
+from baton.runtime.config import load
+from baton.runtime.dirs import ledger_url
+from baton.runtime.settings import Config
+
+COLUMNS = ("process", "state", "pid", "incarnation", "lease ms", "step", "blocks", "work")
+
+
+def status(config: Config, *, as_json: bool) -> int:
+    """Show the cluster; exit code 0 only if it can serve."""
+    cluster = Cluster(config, os.environ, warn)
+    found = cluster.running()
+    if found is None:
+        raise no_cluster()
+    # What the cluster was started with counts, not what the environment says now.
+    started_with = load(cluster.run_dir / SETTINGS_NAME, {})
+    picture = gather(cluster, found, started_with)
+    if as_json:
+        say(json.dumps(picture, indent=2))
+    else:
+        show(picture, found)
+    return ExitCode.OK if picture["ready"] else ExitCode.FAILED
+
+
+def gather(cluster: Cluster, found: ClusterRecord, config: Config) -> dict[str, Any]:
+    """Return everything that is known, ready for JSON."""
+    ready, words = cluster.client(found).health()
+    trouble = [] if ready else [f"gateway: {words}"]
+    registered: list[Registered] = []
+    try:
+        registered = read_members(ledger_url(config, cluster.run_dir), config.ledger.pool)
+    except LedgerSilent as error:
+        trouble.append(f"ledger: {error}")
+    reports = ask([one.member for one in registered], "status", config.limits)
+    return {
+        "ready": ready,
+        "trouble": trouble,
+        "cluster": msgspec.to_builtins(found),
+        "run_dir": str(cluster.run_dir),
+        "processes": _merge(_supervised(cluster), registered, reports),
+    }
+
+
+def _supervised(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    try:
+        processes = Supervisor(cluster.run_dir).processes()
+    except OSError:
+        return {}
+    return {
+        str(info["name"]): {
+            "state": str(info["statename"]).lower(),
+            "pid": int(info["pid"]) or None,
+            "exit_code": int(info["exitstatus"]) if info["statename"] == "EXITED" else None,
+            "up_s": int(info["now"]) - int(info["start"]) if info["pid"] else None,
+        }
+        for info in processes
+    }
+
+
+def _merge(
+    supervised: Mapping[str, Mapping[str, Any]],
+    registered: list[Registered],
+    reports: Mapping[Any, Any],
+) -> list[dict[str, Any]]:
+    rows = []
+    for one in registered:
+        peer = one.member.peer
+        report = reports.get(peer)
+        rows.append(
+            {
+                "process": peer.worker_id,
+                "role": str(one.member.role),
+                **supervised.get(peer.worker_id, {"state": "elsewhere", "pid": one.member.pid}),
+                "incarnation": peer.incarnation,
+                "lease_ms": one.lease_ms,
+                "report": report if isinstance(report, dict) else None,
+                "silent": report if isinstance(report, str) else None,
+            }
+        )
+    known = {row["process"] for row in rows}
+    for name, process in supervised.items():
+        if name not in known:
+            role = LEDGER if name == LEDGER else name.rpartition("-")[0]
+            rows.append({"process": name, "role": role, **process})
+    return sorted(rows, key=lambda row: str(row["process"]))
+
+
+def show(picture: Mapping[str, Any], found: ClusterRecord) -> None:
+    """Draw the table."""
+    table(
+        f"{found.name} at {reach(found.url)}: {found.mode}, {found.model}, "
+        + ("ready" if picture["ready"] else "NOT ready"),
+        COLUMNS,
+        [_line(row) for row in picture["processes"]],
+    )
+    for line in picture["trouble"]:
+        warn(line)
+
+
+def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
+    report = row.get("report") or {}
+    state = row["state"]
+    if row.get("exit_code") is not None:
+        state = f"{state} {row['exit_code']}"
+    return (
+        row["process"],
+        state,
+        row.get("pid") or "-",
+        row.get("incarnation", "-"),
+        row.get("lease_ms", "-"),
+        report.get("step", "-"),
+        blocks(report),
+        row.get("silent") or work(report),
+    )
+
+
+def blocks(report: Mapping[str, Any]) -> str:
+    """Return ``used/all`` of a decode worker; free and cached blocks are not in use."""
+    counts = report.get("blocks")
+    if not isinstance(counts, dict):
+        return "-"
+    total = sum(counts.values())
+    return f"{total - counts.get('free', 0) - counts.get('cached', 0)}/{total}"
+
+
+def work(report: Mapping[str, Any]) -> str:
+    """Return in a few words what a process has to do."""
+    words = []
+    if report.get("draining"):
+        words.append("draining")
+    for name in ("sequences", "requests", "phases"):
+        counts = report.get(name)
+        if isinstance(counts, dict):
+            words += [f"{count} {state}" for state, count in counts.items() if count]
+    for name, unit in (
+        ("jobs", "jobs"),
+        ("queued_tokens", "tokens queued"),
+        ("tickets", "tickets"),
+    ):
+        if report.get(name):
+            words.append(f"{report[name]} {unit}")
+    if report.get("sessions") and not report.get("phases"):
+        words.append(f"{report['sessions']} sessions")
+    return ", ".join(words) or ("idle" if report else "-")

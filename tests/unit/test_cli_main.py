@@ -1,0 +1,97 @@
+"""The command line: help that teaches, errors in one line, exit codes as documented."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.cli.main import main
+
+
+def test_help_lists_commands_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """`baton --help` names every command and shows a first session."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for word in (
+        "up",
+        "down",
+        "status",
+        "chat",
+        "model",
+        "config",
+        "a first session",
+        "exit codes",
+    ):
+        assert word in text
+
+
+def test_a_wrong_setting_is_one_line_and_exit_code_78(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line names the variable, the value and what is allowed."""
+    monkeypatch.setenv("BATON_CLUSTER_MODE", "both")
+    assert main(["config", "show"]) == 78
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "BATON_CLUSTER_MODE" in error
+    assert "split" in error
+
+
+def test_config_show_says_where_each_value_came_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File, environment and default are told apart; secrets are not shown."""
+    file = tmp_path / "b.toml"
+    file.write_text('[gateway]\nport = 9001\napi_keys = ["secret-key"]\n')
+    monkeypatch.setenv("BATON_CLUSTER_DECODE", "3")
+    assert main(["config", "show", "--json", "--config", str(file)]) == 0
+    text = capsys.readouterr().out
+    found = {row["key"]: row for row in json.loads(text)}
+    assert found["gateway.port"]["source"] == f"file:{file}"
+    assert found["cluster.decode"] == {
+        "key": "cluster.decode",
+        "value": "3",
+        "source": "env:BATON_CLUSTER_DECODE",
+    }
+    assert found["cluster.mode"]["source"] == "default"
+    assert "secret-key" not in text
+
+
+def test_the_command_starts_without_what_only_workers_need() -> None:
+    """Neither torch nor transformers is imported by any module of the command."""
+    code = (
+        "import pkgutil, importlib, sys, baton.cli\n"
+        "for m in pkgutil.iter_modules(baton.cli.__path__): "
+        "importlib.import_module('baton.cli.' + m.name)\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", [["status"], ["chat"]])
+def test_commands_that_need_a_cluster_say_how_to_start_one(
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a cluster: exit code 1 and one line that names `baton up`."""
+    monkeypatch.setenv("BATON_CLUSTER_RUN_DIR", str(tmp_path / "r"))
+    assert main(command) == 1
+    assert "baton up" in capsys.readouterr().err
+
+
+def test_down_without_a_cluster_is_fine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopping twice is no error."""
+    monkeypatch.setenv("BATON_CLUSTER_RUN_DIR", str(tmp_path / "r"))
+    assert main(["down"]) == 0
+    assert "nothing is left" in capsys.readouterr().out
