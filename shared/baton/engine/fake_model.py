@@ -52,6 +52,7 @@ def write_fake_model(folder: Path) -> ModelInfo:
     generation = {"eos_token_id": list(info.eos_ids)}
     (folder / "tokenizer.json").write_bytes(_tokenizer())
     (folder / "tokenizer_config.json").write_bytes(msgspec.json.encode(template))
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
     (folder / "generation_config.json").write_bytes(msgspec.json.encode(generation))
     (folder / INFO_FILE).write_bytes(msgspec.json.encode(info))
     return info

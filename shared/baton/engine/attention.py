@@ -1,0 +1,295 @@
+"""Paged attention over the arena, in plain torch: the reference every other kernel is held to.
+
+Decides the arithmetic. K and V of the step's tokens are stored into their slots first; then every
+query reads its keys and values where they lie, tile by tile. Arithmetic is float32 in every dtype
+(where the CPU lacks bf16 instructions it is also the faster way); what is stored has the layout's
+dtype.
+
+Row invariance. A query's result is a fold over its tiles from the last to the first, each tile's
+part a matrix product of fixed inner sizes; a tile it must not see at all is an exact no-op, whether
+visited or not: its weight underflows to zero, or its sum is wiped by a factor of exactly zero when
+the first visible tile comes. Row counts are padded to whole register tiles, element-wise work
+always covers whole vectors, and nothing is split by the number of threads along a sum.
+``tests/conformance/test_engine.py`` holds this bit for bit.
+
+The registered function finds its step in a thread-local, not in the forward's keyword arguments:
+several architectures do not pass those on to their attention.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from baton.engine.plan import TILE, ArenaPart, Chunk, DecodeRows, StepPlan, padded
+from baton.ports.engine import KVLayout
+
+#: Name under which transformers knows this attention.
+NAME = "baton_paged"
+#: What hidden scores are set to: finite, so that a wholly hidden tile yields no NaN.
+_HIDDEN = -1e30
+
+
+class ModelRefused(ValueError):
+    """The model does something this engine would answer wrongly; the text says what."""
+
+
+class ArenaView:
+    """One attached arena as torch sees it; no copy."""
+
+    def __init__(self, memory: memoryview, layout: KVLayout) -> None:
+        dtype = getattr(torch, layout.dtype)
+        whole = torch.frombuffer(memory, dtype=dtype)
+        self.slots = whole.view(-1, layout.heads * layout.head_dim)
+        """[blocks * layers * 2 * block_size, heads * head_dim]"""
+        self.units = whole.view(-1, layout.block_size, layout.heads, layout.head_dim)
+        """[blocks * layers * 2, block_size, heads, head_dim]"""
+
+
+class AttentionStep:
+    """One step's attention: the plan, the arenas, and who called."""
+
+    def __init__(self, plan: StepPlan, arenas: Mapping[str, ArenaView], layout: KVLayout) -> None:
+        self.plan = plan
+        self.arenas = arenas
+        self.layout = layout
+        self.calls: Counter[int] = Counter()
+        """Calls by layer: the proof wants exactly one each."""
+
+
+_current = threading.local()
+
+
+@contextmanager
+def attending(step: AttentionStep) -> Iterator[None]:
+    """Make ``step`` what the registered attention works on, in this thread."""
+    _current.step = step
+    try:
+        yield
+    finally:
+        _current.step = None
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Store and attend; the function transformers calls once a layer.
+
+    Args:
+        module: the attention module; its ``layer_idx`` says which layer's units are meant.
+        query: [1, heads, tokens, head_dim], positions already encoded.
+        key, value: [1, kv_heads, tokens, head_dim].
+        attention_mask: must be absent: who sees whom follows from the plan.
+        scaling: of the scores; ``head_dim ** -0.5`` if absent.
+        sliding_window: positions a query sees, itself included.
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+
+    Returns:
+        [1, tokens, heads, head_dim] and no weights.
+    """
+    step: AttentionStep | None = getattr(_current, "step", None)
+    assert step is not None, "paged attention is called outside a step"
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise ModelRefused("an attention module does not know its layer")
+    _refuse_unknown(step.layout, key, value, attention_mask, others)
+    step.calls[layer] += 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaled = query[0].float() * scale
+    out = torch.zeros(query.shape[2], query.shape[1], query.shape[3])
+    for part in step.plan.parts:
+        arena = step.arenas[part.arena]
+        _store(arena, part, layer * 2 * step.layout.block_size, key[0], value[0])
+        work = _LayerWork(arena, step.layout, layer, sliding_window, softcap)
+        if part.decode is not None:
+            work.decode(scaled, part.decode, out)
+        for chunk in part.chunks:
+            work.chunk(scaled, chunk, out)
+    return out.to(query.dtype).unsqueeze(0), None
+
+
+def _refuse_unknown(
+    layout: KVLayout,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    others: Mapping[str, Any],
+) -> None:
+    """Refuse what would silently change the result if it were ignored."""
+    if mask is not None:
+        raise ModelRefused("the model brings its own attention mask")
+    wanted = (1, layout.heads, key.shape[2], layout.head_dim)
+    if tuple(key.shape) != wanted or tuple(value.shape) != wanted:
+        raise ModelRefused(
+            f"K {tuple(key.shape)} and V {tuple(value.shape)} are not of the one layout {wanted}"
+        )
+    for name in ("s_aux", "sinks", "position_bias", "alibi", "head_mask"):
+        if others.get(name) is not None:
+            raise ModelRefused(f"the model's attention takes {name}, which is not supported")
+    if others.get("dropout"):
+        raise ModelRefused("the model is in training mode (dropout)")
+
+
+def _store(
+    arena: ArenaView, part: ArenaPart, offset: int, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Write K and V of the part's tokens; the one write every engine has to make.
+
+    Args:
+        arena: where to.
+        part: which tokens, and their slots in layer 0.
+        offset: slots from layer 0's K unit of a block to this layer's.
+        key, value: [heads, tokens, head_dim].
+    """
+    slots = part.slots + offset
+    block_size = arena.units.shape[1]
+    for axis, source in enumerate((key, value)):
+        lines = source.transpose(0, 1)[part.tokens].flatten(1)
+        arena.slots.index_copy_(0, slots + axis * block_size, lines)
+
+
+class _LayerWork:
+    """The attention of one layer in one arena."""
+
+    def __init__(
+        self,
+        arena: ArenaView,
+        layout: KVLayout,
+        layer: int,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        self._arena = arena
+        self._heads = layout.heads
+        self._width = layout.head_dim
+        self._k_unit = layer * 2
+        self._window = window
+        self._softcap = softcap
+
+    def decode(self, query: torch.Tensor, rows: DecodeRows, out: torch.Tensor) -> None:
+        """Attend for all rows of one token at once: a batch entry is one tile of one row."""
+        tiles = rows.tiles(self._window)
+        count, group = len(tiles.tokens), query.shape[0] // self._heads
+        keys, values = self._gather(tiles.units)
+        values[:count].masked_fill_(tiles.beyond[:, :, None, None], 0.0)
+        lined = query.new_zeros(self._heads, count, padded(group), self._width)
+        lined[:, :, :group] = (
+            query[:, tiles.tokens].view(self._heads, group, count, -1).transpose(1, 2)
+        )
+        spread = lined[:, tiles.row]
+        scores = torch.empty(self._heads, len(tiles.row), lined.shape[2], TILE)
+        for head in range(self._heads):
+            torch.bmm(spread[head], keys[:, :, head].transpose(1, 2), out=scores[head])
+        self._cap(scores)
+        scores[:, : len(tiles.hidden)].masked_fill_(tiles.hidden[None, :, None, :], _HIDDEN)
+        top, mass, weights = _weigh(scores)
+        parts = torch.empty(*scores.shape[:3], self._width)
+        for head in range(self._heads):
+            torch.bmm(weights[head], values[:, :, head], out=parts[head])
+        fold = _Fold(self._heads, count, lined.shape[2], width=self._width)
+        for first, reach in tiles.depths:
+            tile = slice(first, first + reach)
+            fold.add(reach, top[:, tile], mass[:, tile], parts[:, tile])
+        done = fold.result()[:, :, :group].transpose(1, 2).flatten(0, 1)
+        out[tiles.tokens] = done.transpose(0, 1)
+
+    def chunk(self, query: torch.Tensor, chunk: Chunk, out: torch.Tensor) -> None:
+        """Attend for one row of several tokens, its heads' groups stacked into one product."""
+        count, group = chunk.count, query.shape[0] // self._heads
+        place = slice(chunk.begin, chunk.begin + count)
+        stacked = query[:, place].reshape(self._heads, group * count, self._width)
+        rows = padded(group * count)
+        lined = query.new_zeros(self._heads, rows, self._width)
+        lined[:, : group * count] = stacked
+        positions = torch.arange(chunk.start, chunk.start + count).repeat(group)
+        first = 0 if self._window is None else max(0, chunk.start - self._window + 1) // TILE
+        end = chunk.start + count
+        fold = _Fold(self._heads, rows, width=self._width)
+        for tile in range(len(chunk.units) - 1, first - 1, -1):
+            keys, values = self._gather(chunk.units[tile])
+            base = tile * TILE
+            if end < base + TILE:
+                values[0, end - base :] = 0.0
+            scores = torch.bmm(lined, keys[0].permute(1, 2, 0))
+            self._cap(scores)
+            hidden = self._hidden(chunk, positions, base)
+            if hidden is not None:
+                scores[:, : group * count].masked_fill_(hidden, _HIDDEN)
+            top, mass, weights = _weigh(scores)
+            fold.add(rows, top, mass, torch.bmm(weights, values[0].transpose(0, 1)))
+        done = fold.result()[:, : group * count].reshape(-1, count, self._width)
+        out[place] = done.transpose(0, 1)
+
+    def _hidden(self, chunk: Chunk, positions: torch.Tensor, base: int) -> torch.Tensor | None:
+        """Return bool [queries, TILE] of what must not be seen, ``None`` if all is visible."""
+        after = base + TILE - 1 > chunk.start
+        before = self._window is not None and base <= chunk.start + chunk.count - 1 - self._window
+        if not after and not before:
+            return None
+        keys = torch.arange(base, base + TILE)
+        hidden = keys > positions[:, None]
+        if self._window is not None:
+            hidden |= keys <= positions[:, None] - self._window
+        return hidden
+
+    def _gather(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 K and V [tiles, TILE, heads, head_dim] of the units, as scratch."""
+        shape = (-1, TILE, self._heads, self._width)
+        keys = self._arena.units.index_select(0, units + self._k_unit).view(shape)
+        values = self._arena.units.index_select(0, units + (self._k_unit + 1)).view(shape)
+        return keys.float(), values.float()
+
+    def _cap(self, scores: torch.Tensor) -> None:
+        if self._softcap is not None:
+            scores.div_(self._softcap).tanh_().mul_(self._softcap)
+
+
+def _weigh(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return of each query and tile: the largest score, the sum of exponentials, the weights.
+
+    The sum comes from the softmax itself: its largest weight is exp(0) / sum.
+    """
+    top = scores.amax(-1)
+    weights = torch.softmax(scores, -1)
+    return top, weights.amax(-1).reciprocal_(), weights
+
+
+class _Fold:
+    """Joins tiles' parts in visiting order (the online softmax of Milakov & Gimelshein 2018)."""
+
+    def __init__(self, heads: int, *rows: int, width: int) -> None:
+        self._top = torch.full((heads, *rows), _HIDDEN)
+        self._mass = torch.zeros(heads, *rows)
+        self._sum = torch.zeros(heads, *rows, width)
+
+    def add(self, reach: int, top: torch.Tensor, mass: torch.Tensor, part: torch.Tensor) -> None:
+        """Join one tile of the first ``reach`` rows: part [heads, reach, ..., head_dim]."""
+        held = self._top[:, :reach]
+        higher = torch.maximum(held, top)
+        old = (held - higher).exp_()
+        new = (top - higher).exp_().mul_(mass)
+        self._sum[:, :reach].mul_(old.unsqueeze(-1)).add_(part.mul_(new.unsqueeze(-1)))
+        self._mass[:, :reach].mul_(old).add_(new)
+        held.copy_(higher)
+
+    def result(self) -> torch.Tensor:
+        """Return the attention output, float32."""
+        return self._sum.div_(self._mass.unsqueeze(-1))
+
+
+AttentionInterface.register(NAME, paged_attention)

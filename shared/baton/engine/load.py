@@ -1,0 +1,96 @@
+"""Weights from a prepared model's folder into transformers modules, shared by all processes.
+
+Decides that weights are never copied: ``model.safetensors`` is mapped and its pages back the
+parameters, so every worker of a host holds the same physical memory. A dtype other than the
+stored one is written out once, beside it, and mapped like it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from baton.engine.attention import NAME
+from baton.engine.info import ModelNotPrepared
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold ``<folder>.lock``: two processes never write the same file."""
+    descriptor = os.open(f"{folder}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def load_model(model_dir: Path, dtype: str) -> Any:
+    """Return the model in eval mode, its parameters backed by the mapped file.
+
+    Raises:
+        ModelNotPrepared: weights are missing, truncated, or not those of the configuration.
+    """
+    config = AutoConfig.from_pretrained(model_dir)
+    weights = _mapped(model_dir, dtype)
+    model = empty_model(config, dtype)
+    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    still_empty = [name for name, value in model.named_parameters() if value.is_meta]
+    if unexpected or still_empty:
+        raise ModelNotPrepared(
+            f"{model_dir / WEIGHTS_FILE} does not fit its configuration: "
+            f"unexpected {unexpected[:3]}, absent {still_empty[:3] or missing[:3]}"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def empty_model(config: PretrainedConfig, dtype: str) -> Any:
+    """Return the modules with parameters on the meta device and buffers computed."""
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+
+    with init_empty_weights(include_buffers=False):
+        make: Any = AutoModelForCausalLM.from_config
+        return make(config, dtype=getattr(torch, dtype), attn_implementation=NAME)
+
+
+def _mapped(model_dir: Path, dtype: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of the weights file in ``dtype``, converted once if need be."""
+    stored = _read(model_dir / WEIGHTS_FILE)
+    wanted = getattr(torch, dtype)
+    if all(value.dtype == wanted for value in stored.values() if value.is_floating_point()):
+        return stored
+    converted = model_dir / f"model.{dtype}.safetensors"
+    with folder_lock(model_dir):
+        if not converted.exists():
+            cast = {
+                name: value.to(wanted) if value.is_floating_point() else value
+                for name, value in stored.items()
+            }
+            partial = converted.with_suffix(f".{os.getpid()}.part")
+            save_file(cast, partial, metadata={"format": "pt"})
+            partial.replace(converted)
+    return _read(converted)
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise ModelNotPrepared(f"{path} is missing: run `baton model prepare`") from None
+    except SafetensorError as error:
+        raise ModelNotPrepared(
+            f"{path} is broken ({error}): remove the folder and prepare it again"
+        ) from None

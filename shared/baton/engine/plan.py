@@ -1,0 +1,210 @@
+"""Where everything of one step lies: index arithmetic, once a step, for all layers.
+
+Decides the packing of rows into one line of tokens, the slots their K and V go to, and the tiles
+their queries look at. Attention itself is in ``attention``.
+
+Words used here. A *unit* is one block's K or V of one layer, ``[block_size, heads, head_dim]``,
+contiguous in the arena; a *slot* is one token's part of a unit. A *tile* is ``TILE`` consecutive
+positions of one sequence, beginning at a multiple of ``TILE``: the same cut for every query, chunk
+and batch, which is what makes results independent of them. Tiles are visited from the last one
+down to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from baton.ports.engine import KVLayout, Row
+
+#: Keys of one tile. Part of the arithmetic: another value is another kernel set.
+TILE = 256
+#: Packed rows are padded to a multiple of this, so that every matrix product sees whole register
+#: tiles and a row's result does not depend on how many rows stand beside it.
+ROWS_MULTIPLE = 8
+
+Int = NDArray[np.int64]
+
+
+def padded(count: int) -> int:
+    """Return ``count`` rounded up to whole register tiles, at least one."""
+    return max(ROWS_MULTIPLE, -(-count // ROWS_MULTIPLE) * ROWS_MULTIPLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A row of several tokens, attended to by itself."""
+
+    begin: int
+    """Its first token's place among the packed ones."""
+    count: int
+    start: int
+    """Its first token's position."""
+    units: torch.Tensor
+    """int64 [tiles, units a tile]: K unit of layer 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """The tiles of all rows of one token, for one window, in visiting order.
+
+    Rows are ranked by their number of tiles, most first, and tiles are laid out depth by depth. So
+    a depth is one slice, and the rows that reach it are the first ones.
+    """
+
+    tokens: torch.Tensor
+    """int64 [rows]: place of each row among the packed tokens, by rank."""
+    units: torch.Tensor
+    """int64 [tiles * units a tile]: K unit of layer 0."""
+    row: torch.Tensor
+    """int64 [tiles]: rank of the tile's row."""
+    depths: list[tuple[int, int]]
+    """(first tile, rows that reach it) of each depth; depth 0 holds every row's last tile."""
+    hidden: torch.Tensor
+    """bool [tiles, TILE]: keys the query must not see. Cut to the first ``rows`` tiles where no
+    other hides any, as without a window."""
+    beyond: torch.Tensor
+    """bool [rows, TILE]: places of the last tile after the query, which nobody may have written."""
+
+
+class DecodeRows:
+    """All rows of one token that live in one arena."""
+
+    def __init__(self, tokens: Int, positions: Int, blocks: list[Int], layout: KVLayout) -> None:
+        self._tokens = tokens
+        self._positions = positions
+        self._tables = [
+            _tile_units(table, int(position) + 1, layout)
+            for table, position in zip(blocks, positions, strict=True)
+        ]
+        self._tiles: dict[int | None, DecodeTiles] = {}
+
+    def tiles(self, window: int | None) -> DecodeTiles:
+        """Return the tiles for layers that see ``window`` positions (``None``: all)."""
+        if window not in self._tiles:
+            self._tiles[window] = self._cut(window)
+        return self._tiles[window]
+
+    def _cut(self, window: int | None) -> DecodeTiles:
+        last = self._positions // TILE
+        first = np.zeros_like(last)
+        if window is not None:
+            first = np.maximum(self._positions - window + 1, 0) // TILE
+        ranks = np.argsort(first - last, kind="stable")
+        counts = (last - first + 1)[ranks]
+        reaches = [int((counts > depth).sum()) for depth in range(int(counts[0]))]
+        row = np.concatenate([np.arange(reach) for reach in reaches])
+        tile = last[ranks][row] - np.repeat(np.arange(len(reaches)), reaches)
+        units = [self._tables[ranks[r]][t] for r, t in zip(row, tile, strict=True)]
+        at = tile[:, None] * TILE + np.arange(TILE)
+        query = self._positions[ranks][row][:, None]
+        beyond = (at > query)[: len(ranks)]
+        hidden = beyond if window is None else (at > query) | (at <= query - window)
+        starts = np.concatenate(([0], np.cumsum(reaches)))
+        return DecodeTiles(
+            tokens=torch.from_numpy(self._tokens[ranks]),
+            units=torch.from_numpy(np.concatenate(units)),
+            row=torch.from_numpy(row),
+            depths=[(int(start), reach) for start, reach in zip(starts, reaches, strict=False)],
+            hidden=torch.from_numpy(hidden),
+            beyond=torch.from_numpy(beyond),
+        )
+
+
+@dataclass(slots=True)
+class ArenaPart:
+    """What one step does in one arena."""
+
+    arena: str
+    tokens: torch.Tensor
+    """int64 [n]: places among the packed tokens."""
+    slots: torch.Tensor
+    """int64 [n]: K slot of layer 0."""
+    decode: DecodeRows | None
+    chunks: list[Chunk]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One packed batch. The padding tokens at its end belong to nobody and are stored nowhere."""
+
+    input_ids: torch.Tensor
+    """int64 [1, padded]"""
+    positions: torch.Tensor
+    """int64 [1, padded]"""
+    parts: list[ArenaPart]
+    last: list[int]
+    """Place of the last token of each row that samples, in the order of the rows."""
+
+
+def plan_step(rows: Sequence[Row], layout: KVLayout) -> StepPlan:
+    """Pack ``rows``."""
+    lengths = [len(row.token_ids) for row in rows]
+    begins = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+    total = padded(int(begins[-1]))
+    ids = np.zeros((1, total), dtype=np.int64)
+    positions = np.zeros((1, total), dtype=np.int64)
+    for row, begin, length in zip(rows, begins, lengths, strict=False):
+        ids[0, begin : begin + length] = row.token_ids
+        positions[0, begin : begin + length] = np.arange(row.start, row.start + length)
+    arenas = dict.fromkeys(row.arena for row in rows)
+    placed = [(row, int(begin)) for row, begin in zip(rows, begins, strict=False)]
+    parts = [
+        _part(arena, [pair for pair in placed if pair[0].arena == arena], layout)
+        for arena in arenas
+    ]
+    return StepPlan(
+        input_ids=torch.from_numpy(ids),
+        positions=torch.from_numpy(positions),
+        parts=parts,
+        last=[
+            int(begin) + length - 1
+            for row, begin, length in zip(rows, begins, lengths, strict=False)
+            if row.sample is not None
+        ],
+    )
+
+
+def _part(arena: str, placed: list[tuple[Row, int]], layout: KVLayout) -> ArenaPart:
+    size = layout.block_size
+    tokens, slots, chunks = [], [], []
+    single: list[tuple[int, int, Int]] = []
+    for row, begin in placed:
+        count = len(row.token_ids)
+        blocks = row.blocks.astype(np.int64)
+        at = np.arange(row.start, row.start + count)
+        tokens.append(np.arange(begin, begin + count))
+        slots.append(blocks[at // size] * (layout.layers * 2 * size) + at % size)
+        if count == 1:
+            single.append((begin, row.start, blocks))
+        else:
+            units = torch.from_numpy(_tile_units(blocks, row.start + count, layout))
+            chunks.append(Chunk(begin, count, row.start, units))
+    decode = None
+    if single:
+        begins, starts, tables = zip(*single, strict=True)
+        decode = DecodeRows(np.array(begins), np.array(starts), list(tables), layout)
+    return ArenaPart(
+        arena=arena,
+        tokens=torch.from_numpy(np.concatenate(tokens)),
+        slots=torch.from_numpy(np.concatenate(slots)),
+        decode=decode,
+        chunks=chunks,
+    )
+
+
+def _tile_units(blocks: Int, length: int, layout: KVLayout) -> Int:
+    """Return int64 [tiles, units a tile] for the first ``length`` positions.
+
+    Places of the last tile beyond the row's blocks are filled with its first block: memory that
+    may be read, and whose values are masked.
+    """
+    used = -(-length // layout.block_size)
+    tiles = -(-length // TILE)
+    table = np.full(tiles * (TILE // layout.block_size), blocks[0], dtype=np.int64)
+    table[:used] = blocks[:used]
+    return table.reshape(tiles, -1) * (layout.layers * 2)
