@@ -60,9 +60,22 @@ REQUEST_STATES = _values(state.value for state in RequestState)
 LEASE_STATES = _values(state.value for state in LeaseState)
 OPS = _values(cls.__name__ for cls in ledger.Op.__subclasses__())
 STEP_KINDS = _values(("prefill", "decode", "mixed", "warm_up"))
-LOST = _values(("died", "silent", "unacked", "goodbye", "superseded", "handshake", "hung_up"))
+LOST = _values(("died", "silent", "unacked", "goodbye", "replaced", "over", "no_answer"))
+#: The transport's own words (``on_count``), by their first part.
 DROPPED = _values(
-    ("malformed", "truncated", "oversized", "version", "addressee", "stale", "unknown_peer")
+    (
+        *("frame_early", "frame_identity", "frame_kind", "frame_magic", "frame_no_link"),
+        *("frame_oversized", "frame_parts", "frame_stale", "frame_truncated", "frame_version"),
+        *("hello_crossed", "hello_incompatible", "hello_malformed", "hello_over"),
+        *("message_duplicate", "message_malformed", "refusal_malformed"),
+    )
+)
+LINK_EVENTS = _values(
+    (
+        *("dial_bad_endpoint", "dial_forgotten", "dial_no_endpoint", "dial_over"),
+        *("dial_unanswered", "send_no_link", "send_refused", "watch_impossible"),
+        "watchdog_rescued",
+    )
 )
 STALE = _values(("epoch", "incarnation", "index", "unknown"))
 PATHS = _values(
@@ -133,7 +146,7 @@ _ALL = (
     _counter("stale_messages_total", "Messages refused by epoch, owner or index.", kind=STALE),
     # blocks
     _gauge("blocks", "Blocks of the arena by state.", state=BLOCK_STATES),
-    _gauge("kv_cache_usage_ratio", "Blocks that a reservation could not get, of all."),
+    _gauge("kv_cache_usage_perc", "Blocks a reservation could not get, of all: 0 to 1."),
     _gauge("quarantined_blocks", "Blocks that wait for their writer's end."),
     _gauge("arena_bytes", "Size of the arena."),
     _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
@@ -153,11 +166,10 @@ _ALL = (
     _gauge("lease_state", "1 for the state this process's lease is in.", state=LEASE_STATES),
     _counter("leases_lost_total", "Leases of this process that ended unasked."),
     _counter("frames_dropped_total", "Frames that were not handled.", reason=DROPPED),
-    _counter("messages_resent_total", "Messages sent again on a link."),
+    _counter("link_events_total", "Dials and sends that did not go through.", kind=LINK_EVENTS),
     _counter("peers_lost_total", "Links that ended.", reason=LOST),
     _counter("peers_refused_total", "Processes refused because the pair does not fit."),
     _gauge("peers", "Open links."),
-    _gauge("unacked_messages", "Messages sent and not yet acknowledged."),
     # gateway
     _counter("http_requests_total", "HTTP requests answered.", path=PATHS, status=STATUSES),
     _gauge("client_connections", "Open client connections."),

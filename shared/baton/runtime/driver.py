@@ -90,6 +90,10 @@ class Driver:
         self._armed_for: float | None = None
         self._fired_for: float | None = None
 
+    def begin(self) -> None:
+        """Mind the deadline that the machine has before its first event."""
+        self._arm()
+
     def feed(self, event: object) -> None:
         """Handle ``event``, now, or after the one that is being handled."""
         if self._stopped:

@@ -1,6 +1,7 @@
 """The one thread in which a worker computes, so that a long step never delays a heartbeat.
 
-Decides that work runs in the order it was given, one at a time, and when it counts as hung.
+Decides that work runs in the order it was given, one at a time. When a step counts as hung is the
+machines' decision; they know when it began.
 """
 
 from __future__ import annotations
@@ -81,36 +82,3 @@ class EngineThread:
         except RuntimeError:
             # The loop is closed: the process ends while this thread computed.
             assert self._loop.is_closed()
-
-
-class HungWatch:
-    """Calls ``hung`` once when one piece of work has been in flight for too long.
-
-    Time is counted in ticks of the loop and not by a clock: a process that was frozen, or a laptop
-    that slept, has not computed for that long.
-    """
-
-    TICK_S = 0.25
-
-    def __init__(self, thread: EngineThread, limit_s: float, hung: Callable[[float], None]) -> None:
-        self._thread = thread
-        self._limit_s = limit_s
-        self._hung = hung
-        self._loop = asyncio.get_running_loop()
-        self._number = 0
-        self._ticks = 0
-        self._timer = self._loop.call_later(self.TICK_S, self._tick)
-
-    def stop(self) -> None:
-        """Watch no longer."""
-        self._timer.cancel()
-
-    def _tick(self) -> None:
-        flight = self._thread.in_flight()
-        number = 0 if flight is None else flight[0]
-        self._ticks = self._ticks + 1 if number and number == self._number else 0
-        self._number = number
-        if self._ticks * self.TICK_S >= self._limit_s:
-            self._hung(self._ticks * self.TICK_S)
-            return
-        self._timer = self._loop.call_later(self.TICK_S, self._tick)

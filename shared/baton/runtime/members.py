@@ -26,3 +26,60 @@ def to_dial(me: Peer, role: Role, members: Iterable[Member]) -> list[Member]:
         for member in members
         if member.role in DIALS[role] and member.endpoint and member.peer != me
     ]
+
+
+class LinkWatch:
+    """Knows when this process is cut off from living peers and so must start anew.
+
+    A link that ended is over for this pair of incarnations. A process that was frozen for longer
+    than ``peer_silent_ms`` thaws, gets its lease back, and would live on without a link. Whoever
+    was frozen has lost most of its links, its peers only one each: so a process gives up when it
+    is cut off from more than half of those it should have a link with. If nobody has lost most
+    (two processes that lost each other), the one whose restart costs least gives up, later.
+    """
+
+    #: A peer's death may be heard of before the ledger strikes it off.
+    MOST_S = 1.5
+    ANY_S = 6.0
+    _COST: Mapping[Role, int] = {
+        Role.ROUTER: 0,
+        Role.PREFILL: 1,
+        Role.DECODE: 2,
+        Role.GATEWAY: 3,
+    }
+
+    def __init__(self, me: Peer, role: Role) -> None:
+        self._me = me
+        self._role = role
+        self._expected: dict[Peer, Role] = {}
+        self._lost: dict[Peer, float] = {}
+
+    def members(self, members: Iterable[Member]) -> None:
+        """The ledger says who lives."""
+        self._expected = {
+            member.peer: member.role
+            for member in members
+            if member.peer != self._me
+            and (member.role in DIALS[self._role] or self._role in DIALS[member.role])
+        }
+        self._lost = {peer: at for peer, at in self._lost.items() if peer in self._expected}
+
+    def lost(self, peer: Peer, reason: str, now: float) -> None:
+        """A link ended. A peer that died or left in order is not one we are cut off from."""
+        if reason not in ("died", "said goodbye"):
+            self._lost.setdefault(peer, now)
+
+    def up(self, peer: Peer) -> None:
+        """A link opened."""
+        self._lost.pop(peer, None)
+
+    def cut_off(self, now: float) -> Peer | None:
+        """Return a living peer because of which this process should start anew, if any."""
+        lost = {peer: at for peer, at in self._lost.items() if peer in self._expected}
+        long = [peer for peer, at in lost.items() if now - at >= self.MOST_S]
+        if 2 * len(long) > len(self._expected):
+            return min(long)
+        for peer, at in sorted(lost.items()):
+            if now - at >= self.ANY_S and self._COST[self._role] < self._COST[self._expected[peer]]:
+                return peer
+        return None

@@ -52,12 +52,12 @@ class ParentWatch:
         os._exit(EXIT_CODE)
 
 
-def watch_parent(environ: Mapping[str, str] = os.environ) -> ParentWatch | None:
+def watch_parent(worker_id: str, environ: Mapping[str, str] = os.environ) -> ParentWatch | None:
     """Begin to watch; exit at once if the parent is dead already."""
     parent = os.getppid()
     if environ.get("BATON_ORPHAN") == "stay":
         return None
-    if "SUPERVISOR_ENABLED" in environ and not _is_supervisor(parent):
+    if environ.get("SUPERVISOR_PROCESS_NAME") == worker_id and not _is_supervisor(parent):
         # It died before we looked: whoever is our parent now has adopted us.
         os._exit(EXIT_CODE)
     if parent <= 1:

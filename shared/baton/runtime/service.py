@@ -1,0 +1,113 @@
+"""What a service gives to the process shell, and what it gets.
+
+Decides the shape of that bargain only; ``baton.runtime.shell`` keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from baton.core.ids import Compat, Member, Peer, Role
+from baton.ports.clock import Clock
+from baton.ports.ledger import Ledger
+from baton.ports.transport import Transport
+from baton.runtime.cores import Placement
+from baton.runtime.driver import Crash, Executor
+from baton.runtime.logs import FilteringBoundLogger
+from baton.runtime.metrics import Metrics
+from baton.runtime.settings import Config
+
+EX_OK = 0
+EX_BUG = 70
+EX_AGAIN = 75
+EX_CONFIG = 78
+
+
+class StartFailed(Exception):
+    """The process cannot start; the text is for people.
+
+    ``permanent``: a restart cannot mend it (exit code 78, the supervisor leaves it down);
+    otherwise it is tried again (75).
+    """
+
+    def __init__(self, text: str, *, permanent: bool) -> None:
+        super().__init__(text)
+        self.permanent = permanent
+
+
+class ServiceMachine(Protocol):
+    """A machine that can also be looked into."""
+
+    def handle(self, event: Any, now: float) -> Any: ...
+
+    def deadline(self) -> float | None: ...
+
+    def check(self) -> None: ...
+
+    def status(self) -> Mapping[str, object]:
+        """Return what ``baton status`` shows: JSON-ready, never prompts or ids."""
+        ...
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return gauges of the catalogue, as ``Metrics.gauges`` takes them."""
+        ...
+
+
+@dataclass
+class Context:
+    """What a service is built with. The second half is there from ``on_start`` on."""
+
+    config: Config
+    role: Role
+    me: Peer
+    run_dir: Path
+    placement: Placement
+    """Cores (already pinned) and compute threads of this process."""
+    clock: Clock
+    loop: asyncio.AbstractEventLoop
+    log: FilteringBoundLogger
+    feed: Callable[[object], None]
+    """Give the machine an event; on the loop's thread, from ``on_start`` on."""
+    crash: Crash
+    """Log an error that is a bug, and end the process with status 70."""
+    end: Callable[[int, str], None]
+    """End the process in good order, with that code."""
+    member: Member = field(init=False)
+    metrics: Metrics = field(init=False)
+    transport: Transport = field(init=False)
+    ledger: Ledger = field(init=False)
+
+
+async def _nothing() -> None:
+    return
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a service is made of."""
+
+    machine: ServiceMachine
+    executors: Mapping[type, Executor] = field(default_factory=dict)
+    """For the service's own commands; called on the loop's thread, must not block."""
+    compat: Compat | None = None
+    """What peers must agree on; goes into this process's :class:`Member`."""
+    model_name: str = ""
+    """Label of all metrics."""
+    on_start: Callable[[], Awaitable[None]] = _nothing
+    """The transport is up and the lease held: open for business. Ready when it returns."""
+    on_stop: Callable[[], Awaitable[None]] = _nothing
+    """The lease is given back, links are still open; at most ``STOP_S``."""
+    facts: Callable[[], Mapping[str, object]] = dict
+    """More for ``baton status``: arena, addresses."""
+
+
+Build = Callable[[Context], Service]
+"""Makes the service, on the loop's thread, before anybody knows of this process; may block.
+
+Raises:
+    StartFailed, ConfigError: with a text for people.
+"""

@@ -1,0 +1,357 @@
+"""The life of a Baton process around its machine: start, lease, links, reports, signals, end.
+
+Decides the order of starting and stopping, and the exit code: 0 when somebody asked, 75 for what
+a restart may mend, 78 for what it cannot, 70 for a bug. What a service does in between is its
+machine's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import orjson
+
+from baton.core.events import DrainRequested
+from baton.core.ids import Member, Peer, Role
+from baton.ledger.connection import LedgerUnfit, LedgerUnreachable
+from baton.ledger.redis_ledger import RedisLedger
+from baton.ports.channel import ArenaInUse, ArenaTooSmall
+from baton.ports.lease import LeaseGivenUp, LeaseKeeper
+from baton.ports.transport import EndpointInUse
+from baton.runtime import logs
+from baton.runtime.clock import BootClock
+from baton.runtime.config import ConfigError
+from baton.runtime.cores import Placement
+from baton.runtime.dirs import endpoint, ledger_url, run_dir
+from baton.runtime.driver import Driver
+from baton.runtime.membership import Membership, count_frame
+from baton.runtime.metrics import Metrics
+from baton.runtime.notify import Notifier
+from baton.runtime.parent import ParentWatch
+from baton.runtime.service import (
+    EX_AGAIN,
+    EX_BUG,
+    EX_CONFIG,
+    EX_OK,
+    Build,
+    Context,
+    Service,
+    StartFailed,
+)
+from baton.runtime.settings import Config
+from baton.transport import host
+from baton.transport.zmq_transport import ZmqTransport
+
+#: How long the ledger may take to appear when everything starts at once.
+LEDGER_PATIENCE_S = 15.0
+#: The start of a process may take this long before systemd gives up on it.
+LOADING_S = 600.0
+#: A machine's drain ends by itself at ``drain_ms``; this is the backstop.
+DRAIN_MARGIN_S = 2.0
+#: Each part of an orderly end is given this long.
+STOP_S = 2.0
+#: Also the pace of signs of life to systemd.
+BEAT_S = 0.5
+#: A loop that has not run for so long holds the interpreter in native code: the last resort.
+STUCK_FACTOR = 2.0
+STUCK_BEATS = 10
+
+
+class Shell:
+    """One process."""
+
+    def __init__(
+        self,
+        role: Role,
+        worker_id: str,
+        config: Config,
+        *,
+        build: Build,
+        placement: Placement,
+        watch: ParentWatch | None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._config = config
+        self._build = build
+        self._watch = watch
+        self._notifier = Notifier(environ)
+        self._clock = BootClock()
+        self._role = role
+        self._me = Peer(worker_id, host.new_incarnation())
+        self._placement = placement
+        self._log = logs.configure(
+            config.cluster.log_level,
+            bound={
+                "worker": worker_id,
+                "role": role.value,
+                "incarnation": str(self._me.incarnation),
+            },
+        )
+        self._ready = False
+        self._beats = 0
+        self._signals: set[int] = set()
+        self._service: Service
+        self._driver: Driver
+        self._keeper: Driver
+        self._ended: asyncio.Future[int]
+        self._held: asyncio.Future[None]
+
+    async def run(self) -> int:
+        """Live; return the exit code."""
+        self._loop = loop = asyncio.get_running_loop()
+        self._started_at = self._clock.now()
+        self._ended, self._held = loop.create_future(), loop.create_future()
+        loop.set_exception_handler(self._stray_exception)
+        if self._watch is not None:
+            self._watch.tell(self._parent_gone)
+        try:
+            context = self._prepare(loop)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._signalled, number)
+            await self._start_or_end(context)
+            code = await self._ended
+        except Exception as error:  # the crash barrier of the start; known errors are told apart
+            code = self._start_failed(error)
+        finally:
+            self._ready = False
+        await self._stop()
+        return code
+
+    # --- the start ------------------------------------------------------------------------------
+
+    def _prepare(self, loop: asyncio.AbstractEventLoop) -> Context:
+        """Build the service; nobody knows of this process yet, so a signal just ends it."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _leave)
+        self._notifier.loading(LOADING_S, "loading")
+        self._log.info(
+            "process_starting",
+            pid=os.getpid(),
+            cores=list(self._placement.cores),
+            threads=self._placement.threads,
+        )
+        self._run_dir = run_dir(self._config)
+        context = Context(
+            config=self._config,
+            role=self._role,
+            me=self._me,
+            run_dir=self._run_dir,
+            placement=self._placement,
+            clock=self._clock,
+            loop=loop,
+            log=self._log,
+            feed=self._feed,
+            crash=self._crash,
+            end=self._end,
+        )
+        self._service = self._build(context)
+        return context
+
+    async def _start_or_end(self, context: Context) -> None:
+        # Kept and looked at: nothing of it is lost.
+        start = asyncio.ensure_future(self._start(context))  # noqa: TID251
+        both: set[asyncio.Future[Any]] = {start, self._ended}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            start.result()
+            return
+        start.cancel()
+        await asyncio.wait({start})
+
+    async def _start(self, context: Context) -> None:
+        service, limits = self._service, self._config.limits
+        context.metrics = Metrics(self._role, self._me.worker_id, service.model_name)
+        context.metrics.gauges(
+            {
+                "engine_threads": self._placement.threads,
+                "cores": len(self._placement.cores or os.sched_getaffinity(0)),
+            }
+        )
+        self._context = context
+        self._membership = Membership(context, self._report, self._lease_held)
+        context.member = Member(
+            peer=self._me,
+            role=self._role,
+            endpoint=endpoint(self._run_dir, self._me.worker_id),
+            pid=os.getpid(),
+            boot_id=host.boot_id(),
+            compat=service.compat,
+        )
+        bug = lambda error: self._crash(error, "an adapter")  # noqa: E731
+        url = ledger_url(self._config, self._run_dir)
+        ledger = RedisLedger(url, self._config.ledger.pool, limits, bug)
+        transport = ZmqTransport(
+            context.member, limits, lambda word: count_frame(context.metrics, word), bug
+        )
+        context.ledger, context.transport = ledger, transport
+        self._driver = self._make_driver(service.machine, service.executors)
+        await ledger.start(LEDGER_PATIENCE_S)
+        await transport.start(self._membership.on_transport)
+        self._driver.begin()
+        context.member = transport.member
+        keeper = LeaseKeeper(context.member, limits, self._clock.now())
+        self._keeper = self._make_driver(keeper, self._membership.executors)
+        self._keeper.begin()
+        await self._first_lease()
+        await service.on_start()
+        self._ready = True
+        self._beat()
+        seconds = round(self._clock.now() - self._started_at, 3)
+        self._log.info("process_ready", seconds=seconds)
+        self._notifier.ready("serving")
+
+    def _make_driver(
+        self, machine: object, executors: Mapping[type, Callable[..., None]]
+    ) -> Driver:
+        context = self._context
+        return Driver(
+            machine,  # type: ignore[arg-type]
+            transport=context.transport,
+            ledger=context.ledger,
+            metrics=context.metrics,
+            log=self._log,
+            clock=self._clock,
+            executors=executors,
+            end=self._end,
+            crash=self._crash,
+        )
+
+    async def _first_lease(self) -> None:
+        try:
+            await asyncio.wait_for(self._held, LEDGER_PATIENCE_S)
+        except TimeoutError:
+            text = f"no lease from the ledger within {LEDGER_PATIENCE_S:g} s"
+            raise StartFailed(text, permanent=False) from None
+
+    def _start_failed(self, error: Exception) -> int:
+        if not isinstance(error, ConfigError | StartFailed | LedgerUnfit | OSError):
+            self._crash(error, "start")
+        permanent = isinstance(error, ConfigError | LedgerUnfit | ArenaTooSmall) or (
+            isinstance(error, StartFailed) and error.permanent
+        )
+        code = EX_CONFIG if permanent else EX_AGAIN
+        known = not isinstance(error, OSError) or isinstance(error, _TOLD)
+        self._log.error(
+            "start_failed", reason=str(error), code=code, exc_info=None if known else error
+        )
+        return code
+
+    # --- what happens meanwhile -----------------------------------------------------------------
+
+    def _feed(self, event: object) -> None:
+        self._driver.feed(event)
+
+    def _lease_held(self) -> None:
+        if not self._held.done():
+            self._held.set_result(None)
+
+    def _beat(self) -> None:
+        """Twice a second: a sign of life, and a look whether we are cut off."""
+        if not self._ready:
+            return
+        self._beats += 1
+        if self._beats % STUCK_BEATS == 1:
+            stuck_s = STUCK_FACTOR * self._config.limits.step_hung_ms / 1000
+            faulthandler.dump_traceback_later(stuck_s, exit=True)
+        self._notifier.alive()
+        self._membership.look_around()
+        self._loop.call_later(BEAT_S, self._beat)
+
+    def _report(self, kind: str) -> bytes:
+        machine = self._service.machine
+        if kind == "metrics":
+            self._context.metrics.gauges(machine.gauges())
+            return self._context.metrics.render()
+        if kind != "status":
+            return orjson.dumps({"error": f"unknown report {kind[:40]!r}"})
+        return orjson.dumps(
+            {
+                "worker_id": self._me.worker_id,
+                "role": self._role,
+                "incarnation": str(self._me.incarnation),
+                "pid": os.getpid(),
+                "ready": self._ready,
+                "uptime_s": round(self._clock.now() - self._started_at, 3),
+                "cores": list(self._placement.cores),
+                "threads": self._placement.threads,
+                "lease": self._membership.lease,
+                **self._service.facts(),
+                "machine": machine.status(),
+            },
+            default=str,
+            option=orjson.OPT_NON_STR_KEYS,
+        )
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def _signalled(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if number in self._signals or not self._ready:
+            self._end(EX_OK, f"{name} {'again' if number in self._signals else 'during start'}")
+            return
+        first = not self._signals
+        self._signals.add(number)
+        if first:
+            limit_s = self._config.limits.drain_ms / 1000 + DRAIN_MARGIN_S
+            self._notifier.stopping(limit_s + 3 * STOP_S)
+            self._log.info("drain_requested", signal=name)
+            self._loop.call_later(limit_s, self._end, EX_OK, "the drain took too long")
+            self._driver.feed(DrainRequested())
+
+    def _parent_gone(self) -> None:
+        """Called in the watching thread, which ends the process if this takes too long."""
+        reason = "the process that started this one is gone"
+        self._loop.call_soon_threadsafe(self._end, EX_AGAIN, reason)
+
+    def _end(self, code: int, reason: str) -> None:
+        if not self._ended.done():
+            self._log.info("process_ending", code=code, reason=reason)
+            self._ended.set_result(code)
+
+    async def _stop(self) -> None:
+        """Give the lease back, stop the service, say goodbye; each part bounded."""
+        faulthandler.cancel_dump_traceback_later()
+        if hasattr(self, "_driver"):
+            self._driver.stop()
+        if hasattr(self, "_keeper"):
+            self._keeper.feed(LeaseGivenUp())
+            self._keeper.stop()
+        if hasattr(self, "_service"):
+            await self._bounded(self._service.on_stop(), "service")
+        if hasattr(self, "_driver"):
+            await self._bounded(self._context.transport.close(), "transport")
+            await self._bounded(self._context.ledger.close(), "ledger")
+
+    async def _bounded(self, part: object, name: str) -> None:
+        try:
+            await asyncio.wait_for(part, STOP_S)  # type: ignore[arg-type]
+        except TimeoutError:
+            self._log.warning("stop_incomplete", part=name)
+
+    # --- the crash barrier ----------------------------------------------------------------------
+
+    def _crash(self, error: BaseException, during: str) -> None:
+        """End the process at once: whatever state it holds is not to be trusted."""
+        self._log.critical("process_crashed", during=during, exc_info=error)
+        os._exit(EX_BUG)
+
+    def _stray_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """Take what nobody awaited. Troubles of sockets are no bugs (out of descriptors)."""
+        error = context.get("exception")
+        if isinstance(error, BaseException) and not isinstance(error, OSError):
+            self._crash(error, str(context.get("message")))
+        self._log.warning("loop_trouble", detail=context.get("message"), error=str(error))
+
+
+#: Their texts say all; other troubles with the system are logged with their trace.
+_TOLD = (EndpointInUse, ArenaInUse, ArenaTooSmall, LedgerUnreachable)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(EX_OK)
