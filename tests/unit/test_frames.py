@@ -98,8 +98,7 @@ def test_an_identity_names_its_peer(peer: Peer) -> None:
 
 @pytest.mark.parametrize(
     "identity",
-    [b"", b"/1", b"x/", b"x/-1", b"x/1.5", b"x/01", b"\0abcd", b"x\n/1", "é/1".encode()]
-    + [b"x/%d" % (INCARNATION_MAX + 1), b"y" * 200 + b"/1"],
+    [b"", b"/1", b"x/", b"x/-1", b"x/1.5", b"x/01", b"\0abcd", b"x\n/1", "é/1".encode(), b"x/%d" % (INCARNATION_MAX + 1)],
 )
 def test_a_foreign_identity_names_nobody(identity: bytes) -> None:
     """A socket that was not named by us is nobody."""

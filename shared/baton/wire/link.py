@@ -186,9 +186,10 @@ class Link:
         """Return the last frame of this side; it acknowledges all that was handled."""
         return Frame(Kind.BYE, self._source, self._target, 0, self._handled)
 
-    def blocked(self, now: float) -> bool:
-        """Whether the socket refused a frame a moment ago."""
-        return now < self._blocked_until
+    @property
+    def blocked_until(self) -> float:
+        """When a frame may be offered again, after the socket refused one."""
+        return self._blocked_until
 
     def refused(self, frame: Frame, now: float) -> None:
         """The socket did not take ``frame``: offer it again in a while, in the same order."""
