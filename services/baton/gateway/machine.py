@@ -124,9 +124,7 @@ class GatewayMachine:
             case PeerLost():
                 return self._peer_lost(event, now)
             case PeerRefused():
-                return [
-                    Note("peer_refused", {"peer": event.worker_id, "text": event.text}, "error")
-                ]
+                return [Note("peer_refused", {"peer": event.worker_id, "why": event.text}, "error")]
             case ReportsWanted():
                 return self._reports.begin(event.token, event.kind, self._members, now)
             case LeaseChanged():
@@ -155,6 +153,11 @@ class GatewayMachine:
         if self._mode == "split" and Role.PREFILL not in roles:
             return Reason.NO_PREFILL_WORKER, "no prefill worker is connected"
         return None
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is taken any more."""
+        return self._drain_due is not None
 
     def status(self) -> dict[str, object]:
         """Describe this gateway for people; JSON-ready, no prompt, no ids of tokens."""
@@ -349,7 +352,7 @@ class GatewayMachine:
         fields = {
             "request_id": session.request_id,
             "epoch": session.epoch,
-            "ids": len(session.ids),
+            "ids_held": len(session.ids),
         }
         return [Send(event.peer, fenced), Note("request_fenced", fields)]
 

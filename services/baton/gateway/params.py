@@ -7,7 +7,8 @@ all request fields that the endpoints share; each error is a 400 that names the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+
+from msgspec import structs
 
 from baton.core.limits import Limits
 from baton.core.sampling import SamplingParams
@@ -174,17 +175,12 @@ def completion_logprobs(fields: Fields, limits: Limits) -> int:
 
 def with_logprobs(wish: Wish, count: int) -> Wish:
     """Return ``wish`` with that many alternatives a token."""
-    return replace(wish, sampling=_with(wish.sampling, logprobs=count))
-
-
-def _with(sampling: SamplingParams, **changes: Any) -> SamplingParams:
-    values = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
-    return SamplingParams(**(values | changes))
+    return replace(wish, sampling=structs.replace(wish.sampling, logprobs=count))
 
 
 def sampling_of(wish: Wish, seed: int, choice: int) -> SamplingParams:
     """Return the parameters of one choice."""
-    return _with(wish.sampling, seed=seed, choice=choice)
+    return structs.replace(wish.sampling, seed=seed, choice=choice)
 
 
 def refuse_unsupported(fields: Fields) -> None:

@@ -1,0 +1,113 @@
+"""What every endpoint needs, in one object, and the start of a generation."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.core.ids import Peer
+from baton.core.limits import Limits
+from baton.gateway.asgi import BodyBudget, Request
+from baton.gateway.exchange import Exchange
+from baton.gateway.fields import Fields, parse_object
+from baton.gateway.generation import Generation
+from baton.gateway.machine import GatewayMachine
+from baton.gateway.params import Wish, check_context
+from baton.gateway.prompts import Prompts
+from baton.gateway.tokens import ModelText
+from baton.runtime.logs import FilteringBoundLogger
+from baton.runtime.metrics import Metrics
+from baton.runtime.settings import GatewayConfig
+
+#: Bodies up to this size are parsed on the loop.
+PARSE_INLINE_BYTES = 256 * 1024
+
+
+@dataclass(slots=True)
+class Serving:
+    """One gateway process's parts."""
+
+    me: Peer
+    text: ModelText
+    model_name: str
+    config: GatewayConfig
+    limits: Limits
+    machine: GatewayMachine
+    exchange: Exchange
+    metrics: Metrics
+    log: FilteringBoundLogger
+    prompts: Prompts = field(init=False)
+    bodies: BodyBudget = field(init=False)
+    connections: set[object] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.prompts = Prompts(self.text)
+        self.bodies = BodyBudget(self.limits)
+
+    @property
+    def model_names(self) -> frozenset[str]:
+        """Names under which the one model is served."""
+        return frozenset({self.model_name})
+
+    def generate(
+        self,
+        wish: Wish,
+        prompts: list[list[int]],
+        *,
+        request_id: str,
+        param: str,
+        traceparent: str = "",
+    ) -> Generation:
+        """Check the context and submit."""
+        sized = [
+            (ids, check_context(wish, len(ids), self.text.info.context_max, param))
+            for ids in prompts
+        ]
+        return Generation(
+            self.exchange,
+            self.text,
+            wish,
+            sized,
+            request_id=request_id,
+            gateway=self.me,
+            deadline_ms=self.limits.request_deadline_ms,
+            traceparent=traceparent,
+        )
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the values of the HTTP layer's gauges."""
+        return {
+            "client_connections": len(self.connections),
+            "client_streams": self.exchange.open_streams,
+            "session_buffer_bytes": self.exchange.buffered_bytes,
+        }
+
+
+class Handler(Protocol):
+    """Answers one request."""
+
+    async def __call__(self, serving: Serving, request: Request) -> None: ...
+
+
+def new_id(prefix: str) -> str:
+    """Return a request id that nobody can guess."""
+    return f"{prefix}{secrets.token_hex(14)}"
+
+
+def now_s() -> int:
+    """Return the time of day, for ``created``."""
+    return int(time.time())  # noqa: TID251 - the wall clock a client sees; decides nothing
+
+
+async def read_fields(serving: Serving, request: Request) -> Fields:
+    """Read and parse the JSON body."""
+    body = await request.body()
+    try:
+        if len(body) <= PARSE_INLINE_BYTES:
+            return parse_object(body)
+        return await serving.prompts.offload(lambda: parse_object(body))
+    finally:
+        request.release()

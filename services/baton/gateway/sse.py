@@ -1,0 +1,94 @@
+"""Server-sent events: one answer as a stream of ``data:`` lines.
+
+Decides when the stream starts (with the first token, an error before it is still a plain HTTP
+error), what is written while nothing happens, and how it ends: ``[DONE]`` only after success.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import orjson
+
+from baton.core.limits import Limits
+from baton.core.outcomes import Reason
+from baton.gateway.asgi import Headers, Request, WriteGuard, watched
+from baton.gateway.errors import ApiError
+from baton.gateway.generation import ClientLeft, Generation, Part
+
+HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"x-should-retry", b"false"),
+]
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class Format(Protocol):
+    """An endpoint's way to say what happens."""
+
+    def opening(self) -> bytes:
+        """Return the events before the first part."""
+        ...
+
+    def part(self, part: Part) -> bytes:
+        """Return the events of one choice's part."""
+        ...
+
+    def closing(self) -> bytes:
+        """Return the events after the last part, the end mark included."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the events of a failure in mid-stream; nothing follows."""
+        ...
+
+
+def event(value: object) -> bytes:
+    """Return one event with ``value`` as one line of JSON."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+async def stream(request: Request, generation: Generation, form: Format, limits: Limits) -> None:
+    """Write the whole answer.
+
+    Raises:
+        ApiError: it failed before the first byte of the answer.
+    """
+
+    def cut() -> None:
+        generation.stream.leave(Reason.SLOW_READER)
+        request.abort()
+
+    guard = WriteGuard(cut, limits.write_stall_ms)
+    try:
+        async with watched(request, generation.stream):
+            await _run(request, generation, form, limits, guard)
+    except ClientLeft as left:
+        if left.reason is Reason.SLOW_READER:
+            request.abort()
+    finally:
+        guard.close()
+
+
+async def _run(
+    request: Request, generation: Generation, form: Format, limits: Limits, guard: WriteGuard
+) -> None:
+    started = False
+    while not generation.done:
+        try:
+            parts = await generation.parts(limits.keepalive_ms / 1000)
+        except ApiError as error:
+            if not started:
+                raise
+            await guard.guard(request.write(form.failure(error), more=False))
+            return
+        out = b"".join([form.part(part) for part in parts]) or KEEP_ALIVE
+        if not started:
+            started = True
+            await request.start(200, HEADERS)
+            out = (form.opening() + out) if parts else out + form.opening()
+        await guard.guard(request.write(out))
+    await guard.guard(request.write(form.closing(), more=False))
