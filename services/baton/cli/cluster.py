@@ -227,7 +227,7 @@ class Cluster:
                 raise CommandError(f"{name}: {self.last_words(f'{name}.log')}", ExitCode.CONFIG)
 
     def last_words(self, file: str) -> str:
-        """Return the last line of a log, or what it says if it is one of ours."""
+        """Return why a process gave up, or the last line of its log."""
         path = self.run_dir / leftovers.LOGS / file
         try:
             lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
@@ -235,11 +235,10 @@ class Cluster:
             return f"no log {path}"
         if not lines:
             return f"nothing in {path}"
-        try:
-            fields = json.loads(lines[-1])
-            return str(fields.get("reason") or fields.get("error") or fields.get("event"))
-        except (ValueError, AttributeError):
-            return lines[-1]
+        for line in reversed(lines[-20:]):
+            if '"start_failed"' in line:
+                return str(json.loads(line)["reason"])
+        return lines[-1]
 
     # --- stop -----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ never again, or without end and without regard to the exit code.
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import time
@@ -19,6 +20,8 @@ from supervisor import childutils
 from baton.cli.restarts import Ended, ProcessState, RestartPolicy
 
 _STDIN = 0
+#: A host's supervisor may have other programs, whose restarts are none of our business.
+_OURS = re.compile(r"ledger|(router|prefill|decode|gateway)-[0-9]+")
 #: Without any event states are looked at this often.
 _LOOK_S = 5.0
 
@@ -54,6 +57,7 @@ def _look(rpc: childutils.xmlrpclib.ServerProxy, policy: RestartPolicy) -> None:
             stopped=int(info["stop"]),
         )
         for info in rpc.supervisor.getAllProcessInfo()
+        if _OURS.fullmatch(info["name"])
     ]
     for ended in policy.observe(states, time.monotonic()):
         _tell(ended)
