@@ -99,7 +99,7 @@ def parse_url(url: str) -> Target:
         raise LedgerUnfit(f"[ledger] url: {error}") from None
     return Target(
         path=unquote(parts.path) if unix else "",
-        host=parts.hostname or "127.0.0.1",
+        host="" if unix else parts.hostname or "127.0.0.1",
         port=port,
         username=unquote(parts.username or ""),
         password=unquote(parts.password or ""),

@@ -115,6 +115,7 @@ class RedisLedger:
                     raise
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, BACKOFF_MAX_S)
+        self._connection = connection
         self._task = asyncio.create_task(self._run(connection), name="ledger-writer")
         self._task.add_done_callback(self._task_ended)
 
@@ -140,7 +141,11 @@ class RedisLedger:
         while self._connection is not None and self._oldest() and loop.time() < gives_up_at:
             drained = loop.create_future()
             self._drained = drained
-            await asyncio.wait([drained, self._task], timeout=gives_up_at - loop.time())
+            await asyncio.wait(
+                [drained, self._task],
+                timeout=gives_up_at - loop.time(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
         self._task.cancel()
         await asyncio.wait([self._task])
         if self._timer is not None:
