@@ -10,9 +10,6 @@ PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 BATON := $(VENV_PYTHON) -m baton.cli.main
 PYTEST := $(VENV_PYTHON) -m pytest
-
-
-
 .PHONY: help
 help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile

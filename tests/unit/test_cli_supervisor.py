@@ -120,3 +120,15 @@ def test_two_places_get_two_names_and_a_port_is_chosen(tmp_path: Path) -> None:
     assert one.gateway.port > 0
     named = load(None, {"BATON_CLUSTER_NAME": "mine"})
     assert settings_file.resolve(named, tmp_path).cluster.name == "mine"
+
+
+def test_several_gateways_get_one_socket_from_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gateways are one fcgi program whose processes inherit the listening socket."""
+    environ = {"BATON_CLUSTER_GATEWAYS": "2", "BATON_GATEWAY_PORT": "8123"}
+    options = _parsed(tmp_path, environ, monkeypatch)
+    (group,) = [g for g in options.process_group_configs if g.name == "gateway"]
+    assert [process.name for process in group.process_configs] == ["gateway-0", "gateway-1"]
+    assert "--worker-id gateway-1 " in group.process_configs[1].command
+    assert group.socket_config.url == "tcp://127.0.0.1:8123"

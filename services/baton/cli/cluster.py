@@ -37,6 +37,8 @@ from baton.runtime.settings import Config
 #: Orphans of a killed supervisor end by themselves in 5 s; this is more than that.
 _ORPHANS_S = 8.0
 _CONFIG_EXIT = 78
+#: Supervisor's words for a process that still is one.
+_ALIVE = frozenset({"STARTING", "RUNNING", "STOPPING", "BACKOFF"})
 
 Tell = Callable[[str], None]
 
@@ -260,22 +262,28 @@ class Cluster:
 
     def _stop_in_order(self, found: ClusterRecord, patience: Patience) -> None:
         asked = Supervisor(self.run_dir)
-        names = list(self._states(asked))
-        gateways = [name for name in names if name.startswith(f"{Role.GATEWAY.value}-")]
-        rest = [name for name in names if name not in gateways and name != supervisor.LEDGER]
+        # Nobody is to start again what ends now; then gateways (they drain), then all but the
+        # ledger, which notes the others' end.
+        groups: tuple[Callable[[str], bool], ...] = (
+            lambda name: name == supervisor.RESTARTER,
+            lambda name: name.startswith(f"{Role.GATEWAY.value}-"),
+            lambda name: name != supervisor.LEDGER,
+        )
         # A supervisor that ends (or was killed) in the middle answers no more: then wait for it.
         with contextlib.suppress(OSError):
-            for group in (gateways, rest):
+            for group in groups:
                 asked.stop(group)
                 self._wait_stopped(asked, group, patience)
             asked.shutdown()
         while self._supervisor_lives(found) and not patience.is_over():
             time.sleep(0.05)
 
-    def _wait_stopped(self, asked: Supervisor, names: list[str], patience: Patience) -> None:
+    def _wait_stopped(
+        self, asked: Supervisor, group: Callable[[str], bool], patience: Patience
+    ) -> None:
         while not patience.is_over():
-            states = self._states(asked)
-            if not any(states.get(name, ("", 0))[0] in {"RUNNING", "STOPPING"} for name in names):
+            states = {name: state for name, (state, _) in self._states(asked).items()}
+            if not any(state in _ALIVE for name, state in states.items() if group(name)):
                 return
             time.sleep(0.05)
 

@@ -16,7 +16,7 @@ import resource
 import shlex
 import sys
 import xmlrpc.client
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +110,49 @@ def render(config: Config) -> str:
     ]
     if not config.ledger.url:
         parts.append(_program(LEDGER, "%(ENV_SV_LEDGER)s", _LEDGER_PRIORITY, 10))
+    shared = _shares_socket(config)
     for role, worker_id in worker_ids(config):
-        command = (
-            f"%(ENV_SV_PYTHON)s -m baton.{role.value} "
-            f"--worker-id {worker_id} --config %(ENV_SV_SETTINGS)s"
-        )
-        parts.append(_program(worker_id, command, PRIORITY[role], stop_s))
+        if role is not Role.GATEWAY or not shared:
+            parts.append(_program(worker_id, _command(role, worker_id), PRIORITY[role], stop_s))
+    if shared:
+        parts.append(_gateways(config, stop_s))
     parts.append(_LISTENER.format(name=RESTARTER, priority=_RESTARTER_PRIORITY))
     return "".join(parts)
+
+
+def _command(role: Role, worker_id: str) -> str:
+    return (
+        f"%(ENV_SV_PYTHON)s -m baton.{role.value} "
+        f"--worker-id {worker_id} --config %(ENV_SV_SETTINGS)s"
+    )
+
+
+def _shares_socket(config: Config) -> bool:
+    """Whether supervisor listens for the gateways, so that one's end loses no connection."""
+    # It knows no IPv6; such gateways share the port among themselves.
+    return config.cluster.gateways > 1 and (
+        bool(config.gateway.uds) or ":" not in config.gateway.host
+    )
+
+
+def _gateways(config: Config, stop_s: int) -> str:
+    """Return the program whose processes inherit one listening socket as standard input."""
+    name, gateway = Role.GATEWAY.value, config.gateway
+    command = _command(Role.GATEWAY, f"{name}-%(process_num)d")
+    where = f"unix://{gateway.uds}" if gateway.uds else f"tcp://{gateway.host}:{gateway.port}"
+    text = _PROGRAM.format(
+        section=f"fcgi-program:{name}",
+        name=f"{name}-%(process_num)d",
+        command=command,
+        priority=PRIORITY[Role.GATEWAY],
+        stop_s=stop_s,
+    )
+    return (
+        f"{text}process_name = {name}-%(process_num)d\n"
+        f"numprocs = {config.cluster.gateways}\n"
+        f"socket = {where.replace('%', '%%')}\n"
+        "socket_backlog = 1024\n" + ("socket_mode = 0600\n" if gateway.uds else "")
+    )
 
 
 def _program(name: str, command: str, priority: int, stop_s: int) -> str:
@@ -188,11 +223,13 @@ class Supervisor:
         found: list[dict[str, Any]] = self._rpc.getAllProcessInfo()
         return [info for info in found if info["name"] != RESTARTER]
 
-    def stop(self, names: Sequence[str]) -> None:
-        """Tell these programs to stop, all at once; does not wait."""
-        for name in names:
+    def stop(self, wanted: Callable[[str], bool]) -> None:
+        """Tell the programs whose name is wanted to stop, all at once; does not wait."""
+        for info in self._rpc.getAllProcessInfo():
+            if not wanted(info["name"]):
+                continue
             try:
-                self._rpc.stopProcess(name, False)
+                self._rpc.stopProcess(f"{info['group']}:{info['name']}", False)
             except xmlrpc.client.Fault:
                 continue  # It is not running, which is what is wanted.
 
