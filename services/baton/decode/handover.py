@@ -63,6 +63,9 @@ class Handover:
     def offer(self, peer: Peer) -> None:
         """A prefill worker is there: let it map the arena before its first ticket."""
         self.state.send(peer, ArenaOffered(self.state.arena))
+        for request_id, epoch in self._still_writing(peer):
+            # It was away, and may not have heard: a revocation is asked for until it is answered.
+            self.state.send(peer, TicketRevoked(request_id, epoch))
 
     def mapped(self, peer: Peer, message: ArenaMapped) -> None:
         """It says it locked and mapped; believe the kernel, not the message."""

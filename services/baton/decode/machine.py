@@ -134,8 +134,8 @@ class DecodeMachine:
                 self._verified(event, now)
             case PeerUp(member):
                 self._peer_up(member)
-            case PeerLost(peer, reason):
-                self._peer_lost(peer, reason, now)
+            case PeerLost():
+                self._peer_lost(event, now)
             case WriterProbed(incarnation, alive):
                 self.handover.probed(incarnation, alive)
             case LeaseChanged(state):
@@ -449,21 +449,28 @@ class DecodeMachine:
         if member.role is Role.ROUTER:
             self.status_sent = None
 
-    def _peer_lost(self, peer: Peer, reason: str, now: float) -> None:
+    def _peer_lost(self, event: PeerLost, now: float) -> None:
+        peer = event.peer
         member = self.state.peers.pop(peer, None)
         if member is None:
             return
         if member.role is Role.PREFILL:
             for seq in self.handover.writer_lost(peer, now):
                 self._drop(seq)
-                self.state.work_failed(seq, Reason.WORKER_LOST, f"{peer} is lost: {reason}")
+                self.state.work_failed(seq, Reason.WORKER_LOST, f"{peer} is lost: {event.reason}")
         if member.role is Role.GATEWAY:
             for seq in [s for s in self.state.sequences.values() if s.spec.gateway == peer]:
-                self._end_for_lost_gateway(seq)
+                self._gateway_lost(seq, event)
 
-    def _end_for_lost_gateway(self, seq: Sequence) -> None:
-        """Nobody reads the answer: the owner ends it in the gateway's place."""
+    def _gateway_lost(self, seq: Sequence, event: PeerLost) -> None:
+        """Its tokens reach nobody from here. If the gateway is over, the owner ends the request in
+        its place; otherwise the router knows a way (or finds that it is over)."""
         self._drop(seq)
+        if not event.gone:
+            self.state.work_failed(
+                seq, Reason.WORKER_LOST, f"{event.peer} cannot be reached: {event.reason}"
+            )
+            return
         self.state.note("cancelled", seq, reason=Reason.GATEWAY_LOST, stage=seq.stage.value)
         outcome = Outcome(
             Ending.CANCELLED, reason=Reason.GATEWAY_LOST, completion_tokens=len(seq.output)

@@ -87,6 +87,8 @@ class PrefillMachine:
         #: Tickets whose assignment is still on its way (it comes over another link).
         self.early: dict[tuple[str, int], tuple[Ticket, Peer, float]] = {}
         self.arenas: dict[str, ArenaRef] = {}
+        #: Owners of mapped arenas that are over for good.
+        self.gone: set[Peer] = set()
         self.step = 0
         self.step_since: float | None = None
         self.flying: list[tuple[ChunkRow, Job]] = []
@@ -143,8 +145,8 @@ class PrefillMachine:
             case PeerUp(member):
                 self.peers[member.peer] = member
                 self.status_sent = None
-            case PeerLost(peer, reason):
-                self._peer_lost(peer, reason)
+            case PeerLost():
+                self._peer_lost(event)
             case LeaseChanged(state):
                 self.lease = state
             case DrainRequested():
@@ -392,7 +394,8 @@ class PrefillMachine:
     # --- arenas, peers, time ------------------------------------------------------------------
 
     def _arena_opened(self, ref: ArenaRef, error: str) -> None:
-        if ref.owner not in self.peers:
+        if ref.owner not in self.peers and ref.file_id not in self.arenas:
+            # Lost while it was being mapped, and it never heard of our lock.
             self._emit(UnmapArena(ref.file_id))
             return
         if error:
@@ -402,23 +405,31 @@ class PrefillMachine:
             self._note("arena_mapped", owner=str(ref.owner))
         self._send(ref.owner, ArenaMapped(ref.file_id, error))
 
-    def _peer_lost(self, peer: Peer, reason: str) -> None:
+    def _peer_lost(self, event: PeerLost) -> None:
+        peer = event.peer
         member = self.peers.pop(peer, None)
         if member is None or member.role is not Role.DECODE:
             return
         for key in [key for key, (_, sender, _) in self.early.items() if sender == peer]:
             del self.early[key]
         for job in [job for job in self.jobs.values() if job.decode == peer]:
-            self._end(job, Reason.WORKER_LOST, f"{peer} is lost: {reason}")
-        self._unmap_lost()
+            self._end(job, Reason.WORKER_LOST, f"{peer} is lost: {event.reason}")
+        if event.gone:
+            self.gone.add(peer)
+        self._unmap_gone()
 
-    def _unmap_lost(self) -> None:
-        """Unmap the arenas of those that are gone, once no chunk uses them."""
+    def _unmap_gone(self) -> None:
+        """Unmap the arenas of those that are over, once no chunk uses them.
+
+        One that is only out of reach keeps its mapping: unmapping lets the lock go, and a lock
+        seen gone is this incarnation's death to the arena's owner.
+        """
         used = {row.row.arena for row, _ in self.flying}
         for file_id, ref in list(self.arenas.items()):
-            if ref.owner not in self.peers and file_id not in used:
+            if ref.owner in self.gone and file_id not in used:
                 del self.arenas[file_id]
                 self._emit(UnmapArena(file_id))
+        self.gone &= {ref.owner for ref in self.arenas.values()}
 
     def _tick(self, now: float) -> None:
         since = self.step_since
@@ -429,7 +440,7 @@ class PrefillMachine:
             return
         self.beat_at = now + self.limits.lease_renew_ms / 1000
         self.status_sent = None
-        self._unmap_lost()
+        self._unmap_gone()
         wait_s = self.limits.ticket_wait_ms / 1000
         for key, (_, sender, since) in list(self.early.items()):
             if now - since > wait_s:

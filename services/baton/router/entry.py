@@ -12,7 +12,7 @@ from enum import Enum
 
 from baton.core.ids import Peer
 from baton.core.prefix import chain_of
-from baton.wire.messages import RequestSpec
+from baton.wire.messages import RequestFailed, RequestRefused, RequestSpec
 
 #: Full blocks of a prompt that count for prefix affinity: the first 1,024 tokens.
 AFFINITY_BLOCKS = 64
@@ -59,6 +59,10 @@ class Entry:
     """When the ledger was first asked for the transition that is pending."""
     ledger_again: float | None = None
     """When to ask again after it did not answer."""
+    verdict: RequestRefused | RequestFailed | None = None
+    """What the gateway was told, once it is given up."""
+    gateway_lost_at: float | None = None
+    """Since when there is no link to its gateway."""
     chains: list[bytes] = field(default_factory=list)
 
     @classmethod

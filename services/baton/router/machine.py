@@ -144,9 +144,9 @@ class RouterMachine:
             case LedgerAnswered(op, reply):
                 self._answered(op, reply, now)
             case PeerUp(member):
-                self._peer_up(member)
-            case PeerLost(peer, reason):
-                self._peer_lost(peer, reason, now)
+                self._peer_up(member, now)
+            case PeerLost():
+                self._peer_lost(event, now)
             case LeaseChanged(state):
                 self.lease = state
             case DrainRequested():
@@ -186,8 +186,7 @@ class RouterMachine:
     def _submit(self, gateway: Peer, spec: RequestSpec, now: float) -> None:
         entry = self.entries.get(spec.request_id)
         if entry is not None:
-            if entry.phase is Phase.PLACED:
-                self._tell_placed(entry, now)
+            self._tell_again(entry, now)
             return
         refusal = self._why_not(spec)
         if refusal is not None:
@@ -446,6 +445,9 @@ class RouterMachine:
         entry.phase = Phase.FENCING
         if entry.recovering_since is None:
             entry.recovering_since = lost_at
+        self._ask_for_fence(entry)
+
+    def _ask_for_fence(self, entry: Entry) -> None:
         self._send(entry.spec.gateway, FenceRequest(entry.spec.request_id, entry.epoch + 1))
 
     def _fenced(self, request_id: str, epoch: int, output: bytes, now: float) -> None:
@@ -470,28 +472,22 @@ class RouterMachine:
         """Nothing was computed, and nothing will be: the client may come again."""
         self._measure("requests_refused_total", reason=reason)
         self._note("refused", entry, reason=reason, message=text)
-        self._send(
-            entry.spec.gateway,
-            RequestRefused(entry.spec.request_id, reason, text, self._retry_after_ms(reason)),
-        )
-        self._close(entry)
+        request_id = entry.spec.request_id
+        self._close(entry, RequestRefused(request_id, reason, text, self._retry_after_ms(reason)))
 
     def _give_up(
         self, entry: Entry, reason: Reason, text: str, ending: Ending = Ending.FAILED
     ) -> None:
         self._note("given_up", entry, level="warning", reason=reason, message=text)
-        self._send(
-            entry.spec.gateway,
-            RequestFailed(
-                entry.spec.request_id, entry.epoch, Outcome(ending, reason=reason, message=text)
-            ),
-        )
-        self._close(entry)
+        outcome = Outcome(ending, reason=reason, message=text)
+        self._close(entry, RequestFailed(entry.spec.request_id, entry.epoch, outcome))
 
-    def _close(self, entry: Entry) -> None:
+    def _close(self, entry: Entry, verdict: RequestRefused | RequestFailed) -> None:
         """Kept until the gateway says how it ended, so that a repeated submit starts nothing."""
         self.queue.remove(entry)
         entry.phase = Phase.CLOSING
+        entry.verdict = verdict
+        self._send(entry.spec.gateway, verdict)
 
     def _ended(self, request_id: str, outcome: Outcome) -> None:
         entry = self.entries.get(request_id)
@@ -509,30 +505,47 @@ class RouterMachine:
 
     # --- peers and time -----------------------------------------------------------------------
 
-    def _peer_up(self, member: Member) -> None:
+    def _peer_up(self, member: Member, now: float) -> None:
         if member.role is Role.GATEWAY:
             self.gateways.add(member.peer)
+            for entry in self._of_gateway(member.peer):
+                self._tell_again(entry, now)
         elif member.role in (Role.DECODE, Role.PREFILL):
             self.placement.workers[member.peer] = WorkerView(
                 member.peer, member.role, WorkerStatus(accepting=False)
             )
 
-    def _peer_lost(self, peer: Peer, reason: str, now: float) -> None:
+    def _of_gateway(self, gateway: Peer) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.spec.gateway == gateway]
+
+    def _tell_again(self, entry: Entry, now: float) -> None:
+        """The gateway is back on another link: what the first one lost is said again."""
+        entry.gateway_lost_at = None
+        if entry.phase is Phase.PLACED:
+            self._tell_placed(entry, now)
+        elif entry.phase is Phase.FENCING:
+            self._ask_for_fence(entry)
+        elif entry.verdict is not None:
+            self._send(entry.spec.gateway, entry.verdict)
+
+    def _peer_lost(self, event: PeerLost, now: float) -> None:
+        peer = event.peer
         if peer in self.gateways:
             self.gateways.discard(peer)
-            for entry in [e for e in self.entries.values() if e.spec.gateway == peer]:
-                self._end_for_lost_gateway(entry)
+            for entry in self._of_gateway(peer):
+                entry.gateway_lost_at = now
+                if event.gone:
+                    self._end_for_lost_gateway(entry)
             return
-        view = self.placement.workers.get(peer)
-        if view is None:
+        if peer not in self.placement.workers:
             return
         self.placement.forget(peer)
         # A lost prefill worker is decode's to report: it alone knows whether the commit came.
         for entry in list(self.entries.values()):
             if entry.phase is Phase.PLACED and entry.decode == peer:
                 self._measure("attempts_failed_total", reason=Reason.WORKER_LOST)
-                self._note("worker_lost", entry, by=str(peer), message=reason)
-                self._attempt_failed(entry, f"{peer} is lost: {reason}", now)
+                self._note("worker_lost", entry, by=str(peer), message=event.reason)
+                self._attempt_failed(entry, f"{peer} is lost: {event.reason}", now)
 
     def _end_for_lost_gateway(self, entry: Entry) -> None:
         outcome = Outcome(Ending.CANCELLED, reason=Reason.GATEWAY_LOST)
@@ -554,6 +567,10 @@ class RouterMachine:
 
     def _check_time(self, entry: Entry, now: float) -> None:
         limits = self.limits
+        lost_at = entry.gateway_lost_at
+        if lost_at is not None and (now - lost_at) * 1000 > limits.recovery_ms:
+            self._end_for_lost_gateway(entry)
+            return
         if entry.phase is Phase.CLOSING:
             return
         if entry.ledger_again is not None and now >= entry.ledger_again:

@@ -12,7 +12,10 @@ The contract (held by ``tests/conformance/test_transport.py`` for ZeroMQ and for
 - A link ends once, with :class:`PeerLost`: the other process died (pidfd), was silent too long,
   left too much unacknowledged, said goodbye, or a new incarnation announced itself under its
   worker_id. Messages not yet acknowledged are then lost, and the machines re-derive them. What
-  still arrives from a lost incarnation is dropped and counted.
+  still arrives on a link that is over is dropped and counted.
+- Unless the other process is *gone* (died, goodbye, replaced), the same two incarnations may be
+  joined again, by another link: :class:`PeerUp` follows :class:`PeerLost` on both sides, never a
+  message of the first link. A process that was frozen comes back that way.
 - ``send`` never blocks and never raises for a peer's sake. To a peer without a link it reports
   :class:`PeerLost` (again), on a later turn of the loop.
 - Both directions of a link may carry messages of any type.
@@ -37,10 +40,12 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """A link is over, for ever: this incarnation will not come back."""
+    """A link is over; what was not acknowledged on it is lost."""
 
     peer: Peer
     reason: str
+    gone: bool = False
+    """This incarnation will not come back: it died, said goodbye, or was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ class Transport(Protocol):
         ...
 
     def dial(self, member: Member) -> None:
-        """Open (and keep, until lost) a link to that incarnation. Idempotent."""
+        """Open (and keep, until lost) a link to that incarnation. Idempotent, and asked for again
+        with every list of members, so that a lost link to one who is still there is opened anew."""
         ...
 
     def send(self, peer: Peer, message: AnyMessage) -> None:

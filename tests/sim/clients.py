@@ -1,0 +1,156 @@
+"""Simulated clients: what they ask, what they got, and whether it is the right answer.
+
+The reference of every answer comes from the fake engine run alone, in one piece. A request that
+completed must equal it id for id; one that did not must have a reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.core.outcomes import Ending, Outcome, Reason
+from baton.core.sampling import SamplingParams
+from baton.core.stopping import finish_of
+from baton.engine.fake import EOS_ID, FakeEngine, FakeKnobs
+from baton.gateway.vocabulary import ClientGone, Deliver, End, ReportsReady, Submitted
+from baton.ports.engine import Row, SampleSpec
+from baton.wire.messages import RequestSpec
+
+if TYPE_CHECKING:
+    from sim.cluster import Cluster
+    from sim.process import Process
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request as its client sees it."""
+
+    spec: RequestSpec
+    ids: list[int] = field(default_factory=list)
+    outcome: Outcome | None = None
+    cancelled: bool = False
+    gateway_died: bool = False
+    submitted_at: float = 0.0
+    ended_at: float = 0.0
+
+
+class Clients:
+    """Everybody who asks this cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.answers: dict[str, Answer] = {}
+        self.number = 0
+        self._references: dict[str, list[int]] = {}
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def ask(self, *, tokens: int | None = None, max_tokens: int | None = None) -> Answer:
+        """Send one request with a prompt that sometimes shares its beginning with others."""
+        random = self.cluster.clock.random
+        length = tokens if tokens is not None else random.choice((1, 5, 16, 17, 40, 64, 100, 180))
+        family = random.randrange(4)
+        shared = [97 + (family * 7 + i * 3) % 26 for i in range(length)]
+        own = random.randrange(1, 6)
+        prompt = shared[: max(1, length - own)] + [random.randrange(97, 123) for _ in range(own)]
+        prompt = prompt[:length]
+        self.number += 1
+        greedy = random.random() < 0.5
+        spec = RequestSpec(
+            request_id=f"r{self.number}",
+            gateway=self.gateway().me,
+            prompt=np.array(prompt, dtype="<u4").tobytes(),
+            sampling=SamplingParams(
+                seed=random.randrange(2**31),
+                temperature=0.0 if greedy else 1.0,
+                repetition_penalty=1.0 if greedy else 1.3,
+                stop_token_ids=(EOS_ID,),
+            ),
+            max_tokens=max_tokens or random.choice((1, 2, 8, 30, 60)),
+            deadline_ms=120_000,
+        )
+        answer = Answer(spec, submitted_at=self.cluster.clock.now())
+        self.answers[spec.request_id] = answer
+        self.gateway().feed(Submitted(spec))
+        return answer
+
+    def gateway(self) -> Process:
+        return self.cluster.processes["gateway-0"]
+
+    def cancel(self, answer: Answer) -> None:
+        """Hang up."""
+        if answer.outcome is None and not answer.gateway_died:
+            answer.cancelled = True
+            self.gateway().feed(ClientGone(answer.spec.request_id, Reason.CLIENT_DISCONNECTED))
+
+    def gateway_dies(self) -> None:
+        """Every open connection breaks."""
+        for answer in self.answers.values():
+            if answer.outcome is None:
+                answer.gateway_died = True
+
+    # --- hearing ------------------------------------------------------------------------------
+
+    def on_command(self, gateway: Process, command: Deliver | End | ReportsReady) -> None:
+        """What the HTTP layer would do."""
+        if isinstance(command, ReportsReady):
+            return
+        answer = self.answers[command.request_id]
+        assert answer.outcome is None, f"{command.request_id}: something after its end"
+        if isinstance(command, Deliver):
+            assert command.index == len(answer.ids), f"{command.request_id}: gap or duplicate"
+            answer.ids.extend(command.ids)
+        else:
+            answer.outcome = command.outcome
+            answer.ended_at = self.cluster.clock.now()
+
+    # --- judging ------------------------------------------------------------------------------
+
+    def open(self) -> list[Answer]:
+        """Requests whose client still waits."""
+        return [a for a in self.answers.values() if a.outcome is None and not a.gateway_died]
+
+    def judge(self) -> None:
+        """Assert that nobody got a wrong token, and that every end has its reason."""
+        for answer in self.answers.values():
+            wanted = self.reference(answer.spec)
+            got = answer.ids
+            name = answer.spec.request_id
+            assert got == wanted[: len(got)], f"{name}: wrong tokens {got} instead of {wanted}"
+            if answer.gateway_died:
+                continue
+            assert answer.outcome is not None, f"{name}: silence"
+            if answer.outcome.ending is Ending.COMPLETED:
+                assert got == wanted, f"{name}: completed with {len(got)} of {len(wanted)} tokens"
+            else:
+                assert answer.outcome.reason is not None, f"{name}: ended without a reason"
+
+    def reference(self, spec: RequestSpec) -> list[int]:
+        """Return the ids of an undisturbed run in one process."""
+        known = self._references.get(spec.request_id)
+        if known is None:
+            known = self._references[spec.request_id] = self._solo(spec)
+        return known
+
+    def _solo(self, spec: RequestSpec) -> list[int]:
+        layout = self.cluster.layout
+        engine = FakeEngine(self.cluster.info, layout, FakeKnobs())
+        prompt = np.frombuffer(spec.prompt, dtype="<u4").astype(np.int32)
+        count = -(-(len(prompt) + spec.max_tokens) // layout.block_size)
+        engine.attach("solo", memoryview(bytearray(count * layout.block_bytes)))
+        table = np.arange(count, dtype=np.int32)
+        output: list[int] = []
+        fresh, start = prompt, 0
+        while True:
+            sample = SampleSpec(spec.sampling, len(output), prompt, output)
+            (sampled,) = engine.step([Row(spec.request_id, fresh, start, table, "solo", sample)])
+            assert sampled is not None
+            finish = finish_of(spec.sampling, spec.max_tokens, len(output), sampled.token_id)
+            output.append(sampled.token_id)
+            if finish is not None:
+                return output
+            start += len(fresh)
+            fresh = np.array([sampled.token_id], dtype=np.int32)

@@ -1,0 +1,280 @@
+"""The whole cluster under one seeded virtual clock: production machines, faults, checkers.
+
+A run has two phases. First requests come while faults are injected; what must hold then: no wrong
+token, one outcome per request, every bound, blocks conserved (each machine's own ``check`` runs
+after each event). Then the faults stop; what must hold then: everything ends in bounded virtual
+time, nothing is left behind, and a new request gets its right answer.
+
+Run one seed again: ``python -m sim.run --seed N`` (see ``make sim``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from baton.core.ids import Peer, Role
+from baton.core.lifecycles import BlockState
+from baton.core.limits import Limits
+from baton.core.outcomes import Ending
+from baton.engine.fake_model import fake_info
+from baton.engine.info import compat_of, layout_of
+from baton.sim.channel import SimHost
+from baton.sim.clock import VirtualClock
+from baton.sim.ledger import SimLedger
+from baton.sim.network import CALM, Faults, SimNetwork, SimTransport
+from sim.clients import Clients
+from sim.process import Process
+
+STORY_LINES = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What a run is made of; :func:`draw` makes one from a seed."""
+
+    prefills: int = 1
+    decodes: int = 1
+    routers: int = 1
+    blocks: int = 64
+    requests: int = 25
+    spread_s: float = 6.0
+    """Requests come within this time, and so do the faults."""
+    kills: int = 0
+    freezes: int = 0
+    cancels: int = 0
+    ledger_faults: int = 0
+    gateway_kills: int = 0
+    faults: Faults = CALM
+
+
+def draw(seed: int) -> Scenario:
+    """Return the scenario of ``seed``: about one run in five is calm."""
+    random = VirtualClock(seed).random
+    calm = random.random() < 0.2
+    if calm:
+        noisy = CALM
+    else:
+        noisy = Faults(
+            delay_s=(0.00005, random.choice((0.0005, 0.005, 0.03))),
+            loss=random.choice((0.0, 0.0, 0.02, 0.1)),
+            duplicate=random.choice((0.0, 0.05)),
+            reorder=random.choice((0.0, 0.1)),
+        )
+    return Scenario(
+        prefills=random.choice((0, 1, 1, 2)),
+        decodes=random.choice((1, 1, 2)),
+        routers=random.choice((1, 1, 2)),
+        blocks=random.choice((20, 32, 64, 200)),
+        requests=random.choice((10, 25, 40)),
+        kills=0 if calm else random.choice((0, 1, 3, 6)),
+        freezes=0 if calm else random.choice((0, 0, 1, 3)),
+        cancels=random.choice((0, 3, 8)),
+        ledger_faults=0 if calm else random.choice((0, 0, 1, 2)),
+        gateway_kills=0 if calm else random.choice((0, 0, 0, 1)),
+        faults=noisy,
+    )
+
+
+class Cluster:
+    """One run."""
+
+    def __init__(self, seed: int, scenario: Scenario | None = None) -> None:
+        self.seed = seed
+        self.scenario = scenario if scenario is not None else draw(seed)
+        self.prefills = self.scenario.prefills
+        self.blocks = self.scenario.blocks
+        self.clock = VirtualClock(seed)
+        self.limits = Limits()
+        self.info = fake_info()
+        self.layout = layout_of(self.info, "float32", 16)
+        self.compat = compat_of(self.info, self.layout, "fake")
+        self.host = SimHost(self.clock.now)
+        self.network = SimNetwork(self.clock)
+        self.ledger = SimLedger(
+            self.clock.now,
+            self._schedule,
+            self.limits,
+            self.clock.random,
+        )
+        self.story: deque[str] = deque(maxlen=STORY_LINES)
+        self.counts: Counter[str] = Counter()
+        self.incarnations = 0
+        self.clients = Clients(self)
+        names = [(Role.GATEWAY, "gateway-0")]
+        names += [(Role.ROUTER, f"router-{n}") for n in range(self.scenario.routers)]
+        names += [(Role.PREFILL, f"prefill-{n}") for n in range(self.scenario.prefills)]
+        names += [(Role.DECODE, f"decode-{n}") for n in range(self.scenario.decodes)]
+        self.processes = {name: Process(self, role, name) for role, name in names}
+
+    def _schedule(self, delay: float, fn: Callable[[], None]) -> None:
+        self.clock.call_later(delay, fn)
+
+    # --- what processes need ------------------------------------------------------------------
+
+    def next_incarnation(self) -> int:
+        self.incarnations += 1
+        return self.incarnations
+
+    def join(self, process: Process) -> SimTransport:
+        transport = self.network.transport(process.member, self.limits, self._count_frame)
+        transport.start_now(process.on_transport)
+        return transport
+
+    def leave(self, process: Process) -> None:
+        self.network.kill(process.me)
+
+    def hold(self, process: Process) -> None:
+        self.network.freeze(process.me)
+
+    def let_go(self, process: Process) -> None:
+        self.network.thaw(process.me)
+
+    def _count_frame(self, reason: str) -> None:
+        self.counts[f"dropped:{reason}"] += 1
+
+    def tell(self, worker_id: str, event: str, fields: Mapping[str, object]) -> None:
+        """Add a line to the story of this run."""
+        words = " ".join(f"{name}={value}" for name, value in fields.items())
+        self.story.append(f"{self.clock.now():10.4f} {worker_id:10} {event} {words}")
+
+    # --- a run --------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Both phases; an assertion that fails is a bug in a machine (or in its model)."""
+        self.start()
+        self.disturb()
+        self.clock.run_for(self.scenario.spread_s)
+        self.calm_down()
+        self.settle()
+
+    def start(self) -> None:
+        """Start everything and wait until the gateway would say that it is ready."""
+        for process in self.processes.values():
+            process.start()
+        ready = self.clock.run_while(self._unready, 10.0)
+        assert ready, "the cluster never became ready"
+        self.network.faults = self.scenario.faults
+
+    def _unready(self) -> bool:
+        gateway = self.processes["gateway-0"]
+        if not gateway.alive or gateway.frozen or gateway.machine.unready() is not None:
+            return True
+        return not any(
+            process.alive
+            and process.role is Role.DECODE
+            and process.machine.worker_status(self.clock.now()).accepting
+            for process in self.processes.values()
+        )
+
+    def disturb(self) -> None:
+        """Schedule requests and faults over the spread."""
+        scenario, clock = self.scenario, self.clock
+        workers = [p for p in self.processes.values() if p.role is not Role.GATEWAY]
+        for _ in range(scenario.requests):
+            clock.call_later(clock.random.uniform(0, scenario.spread_s), self._ask)
+        for _ in range(scenario.kills):
+            victim = clock.random.choice(workers)
+            clock.call_later(clock.random.uniform(0, scenario.spread_s), victim.kill)
+        for _ in range(scenario.freezes):
+            victim = clock.random.choice(workers)
+            at = clock.random.uniform(0, scenario.spread_s)
+            clock.call_later(at, victim.freeze)
+            clock.call_later(at + clock.random.choice((0.3, 1.0, 3.0)), victim.thaw)
+        for _ in range(scenario.ledger_faults):
+            self._disturb_ledger(clock.random.uniform(0, scenario.spread_s))
+        for _ in range(scenario.gateway_kills):
+            clock.call_later(clock.random.uniform(0, scenario.spread_s), self._kill_gateway)
+
+    def _ask(self) -> None:
+        gateway = self.processes["gateway-0"]
+        if not gateway.alive or gateway.frozen:
+            return
+        answer = self.clients.ask()
+        if self.clock.random.random() < self.scenario.cancels / self.scenario.requests:
+            wait = self.clock.random.choice((0.0005, 0.01, 0.05, 0.3, 1.0))
+            self.clock.call_later(wait, lambda: self.clients.cancel(answer))
+
+    def _kill_gateway(self) -> None:
+        self.clients.gateway_dies()
+        self.processes["gateway-0"].kill()
+
+    def _disturb_ledger(self, at: float) -> None:
+        clock, ledger = self.clock, self.ledger
+        kind = clock.random.choice(("down", "freeze", "lose"))
+        seconds = clock.random.choice((0.5, 1.5, 4.0))
+        if kind == "down":
+            clock.call_later(at, ledger.go_down)
+            clock.call_later(at + seconds, ledger.come_up)
+        elif kind == "freeze":
+            clock.call_later(at, ledger.freeze)
+            clock.call_later(at + seconds, ledger.thaw)
+        else:
+            clock.call_later(at, lambda: ledger.lose_replies(5))
+
+    def calm_down(self) -> None:
+        """The faults stop."""
+        self.network.faults = CALM
+        self.ledger.thaw()
+        self.ledger.come_up()
+        self.ledger.lose_replies(0)
+        for process in self.processes.values():
+            process.thaw()
+
+    def settle(self) -> None:
+        """Everything ends, nothing is left, and the cluster serves."""
+        ended = self.clock.run_while(lambda: bool(self.clients.open()), 90.0)
+        names = [answer.spec.request_id for answer in self.clients.open()]
+        assert ended, f"no outcome in bounded time for {names}"
+        ready = self.clock.run_while(self._unready, 15.0)
+        assert ready, f"not ready again: {self.processes['gateway-0'].machine.unready()}"
+        self.clients.judge()
+        self.clock.run_for(5.0)
+        last = self.clients.ask(tokens=40, max_tokens=8)
+        self.clock.run_while(lambda: last.outcome is None, 20.0)
+        assert last.outcome is not None, "silence after the faults"
+        assert last.outcome.ending is Ending.COMPLETED, f"after the faults: {last.outcome}"
+        self.clients.judge()
+        # A frozen process that woke as somebody's past may need a lease to be told so.
+        clean = self.clock.run_while(lambda: bool(self.leftovers()), 70.0)
+        assert clean, f"left behind: {self.leftovers()}"
+        for process in self.processes.values():
+            assert process.kv_errors == 0, f"{process.worker_id} read wrong KV"
+
+    def leftovers(self) -> list[str]:
+        """Name everything that should not be there when nothing runs."""
+        found = []
+        for process in self.processes.values():
+            if not process.alive:
+                found.append(f"{process.worker_id} is not up")
+                continue
+            machine, name = process.machine, process.worker_id
+            if process.role is Role.DECODE:
+                counts = machine.state.pool.counts()
+                busy = {
+                    state.name: count
+                    for state, count in counts.items()
+                    if count and state not in (BlockState.FREE, BlockState.CACHED)
+                }
+                if busy or machine.state.sequences or machine.handover.tickets:
+                    found.append(f"{name}: {busy} {list(machine.state.sequences)}")
+            elif process.role is Role.PREFILL:
+                if machine.jobs or machine.early or machine.flying:
+                    found.append(f"{name}: {list(machine.jobs)} {list(machine.early)}")
+            elif process.role is Role.ROUTER:
+                if machine.entries:
+                    found.append(f"{name}: {list(machine.entries)}")
+            elif machine.status()["sessions"]:
+                found.append(f"{name}: sessions")
+        return found
+
+
+def calm(scenario: Scenario) -> Scenario:
+    """Return ``scenario`` without faults."""
+    return replace(scenario, kills=0, freezes=0, ledger_faults=0, gateway_kills=0, faults=CALM)
+
+
+def incarnation_of(cluster: Cluster, worker_id: str) -> Peer:
+    """Return who runs under that name now."""
+    return cluster.processes[worker_id].me

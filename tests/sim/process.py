@@ -1,0 +1,311 @@
+"""One simulated process: a production machine, its lease keeper, and its threads in virtual time.
+
+Nothing here decides for a machine. It executes commands as the real shell does, with durations from
+the run's one source of chance, and can be killed, frozen and started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from baton.core.events import LeaseChanged, TimePassed
+from baton.core.ids import Member, Peer, Role
+from baton.core.prefix import chain_root
+from baton.decode.io import MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
+from baton.decode.machine import DecodeMachine
+from baton.decode.work import probe, run_step, verify
+from baton.engine.fake import FakeEngine
+from baton.gateway.machine import GatewayMachine
+from baton.gateway.vocabulary import Deliver, End, ReportsReady
+from baton.ports.channel import ArenaInUse
+from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
+from baton.ports.ledger import AnyOp, Reply, Unavailable
+from baton.ports.lease import LeaseKeeper, MembersChanged, Replaced
+from baton.ports.transport import PeerLost, PeerUp, TransportEvent
+from baton.prefill.io import MapArena, RunChunk, UnmapArena
+from baton.prefill.machine import PrefillMachine
+from baton.prefill.work import ChunkWorker
+from baton.router.machine import RouterMachine
+from baton.runtime.members import to_dial
+from baton.sim.clock import Handle
+
+if TYPE_CHECKING:
+    from sim.cluster import Cluster
+
+RESTART_S = 0.5
+#: The story of a run keeps this many lines.
+STORY_MAX = 4_000
+
+
+class Process:
+    """One worker_id; :meth:`start` makes a new incarnation of it."""
+
+    def __init__(self, cluster: Cluster, role: Role, worker_id: str) -> None:
+        self.cluster = cluster
+        self.role = role
+        self.worker_id = worker_id
+        self.alive = False
+        self.frozen = False
+        self.starts = 0
+        self.exits: list[tuple[int, str]] = []
+        self.kv_errors = 0
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start a new incarnation, as the supervisor would."""
+        cluster = self.cluster
+        self.starts += 1
+        self.me = Peer(self.worker_id, cluster.next_incarnation())
+        self.member = Member(
+            peer=self.me,
+            role=self.role,
+            endpoint=f"sim://{self.worker_id}",
+            pid=self.me.incarnation,
+            boot_id="sim",
+            compat=cluster.compat,
+        )
+        self.alive, self.frozen = True, False
+        self._pending: list[Callable[[], None]] = []
+        self._queue: list[object] = []
+        self._handling = False
+        self._timer: Handle | None = None
+        self._lease_timer: Handle | None = None
+        self._thread_free = 0.0
+        self.peers: dict[Peer, Member] = {}
+        try:
+            self.machine = self._build()
+        except ArenaInUse:
+            self.alive = False
+            cluster.clock.call_later(RESTART_S, self.start)
+            return
+        self.ledger = cluster.ledger.connect()
+        self.keeper = LeaseKeeper(self.member, cluster.limits, cluster.clock.now())
+        self.transport = cluster.join(self)
+        self._keep(TimePassed())
+        self._arm()
+
+    def _build(self) -> Any:
+        cluster = self.cluster
+        limits, size = cluster.limits, cluster.layout.block_size
+        root = chain_root(repr(cluster.compat))
+        if self.role is Role.ROUTER:
+            return RouterMachine(self.me, limits)
+        if self.role is Role.GATEWAY:
+            return GatewayMachine(self.me, limits, "split" if cluster.prefills else "colocated")
+        self.engine = FakeEngine(cluster.info, cluster.layout, sleep=lambda seconds: None)
+        if self.role is Role.PREFILL:
+            channel = cluster.host.channel(cluster.layout, cluster.compat)
+            self.chunks = ChunkWorker(self.engine, channel, self.me, cluster.clock)
+            return PrefillMachine(self.me, limits, block_size=size, root=root)
+        self.arena = cluster.host.create(
+            "sim", self.me, cluster.layout, cluster.compat, blocks=cluster.blocks
+        )
+        self.engine.attach(self.arena.ref.file_id, self.arena.memory)
+        return DecodeMachine(
+            self.me,
+            limits,
+            self.arena.ref,
+            blocks_total=cluster.blocks,
+            block_size=size,
+            block_bytes=cluster.layout.block_bytes,
+            root=root,
+        )
+
+    def kill(self) -> None:
+        """SIGKILL; the supervisor starts it again."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.cluster.tell(self.worker_id, "killed", {})
+        self.cluster.host.kill(self.me.incarnation)
+        self.cluster.leave(self)
+        self.ledger.crash()
+        for timer in (self._timer, self._lease_timer):
+            if timer is not None:
+                timer.cancel()
+        self.cluster.clock.call_later(RESTART_S, self.start)
+
+    def freeze(self) -> None:
+        """SIGSTOP: nothing runs, locks stay, what arrives waits."""
+        if self.alive and not self.frozen:
+            self.frozen = True
+            self.cluster.tell(self.worker_id, "frozen", {})
+            self.cluster.hold(self)
+
+    def thaw(self) -> None:
+        """SIGCONT: everything that was due happens now, late."""
+        if not self.alive or not self.frozen:
+            return
+        self.frozen = False
+        self.cluster.tell(self.worker_id, "thawed", {})
+        self.cluster.let_go(self)
+        pending, self._pending = self._pending, []
+        for fn in pending:
+            if self.alive:
+                fn()
+
+    def later(self, delay: float, fn: Callable[[], None]) -> Handle:
+        """Run ``fn`` in this incarnation after ``delay``: never once dead, late if frozen."""
+        me = self.me
+
+        def due() -> None:
+            if not self.alive or self.me != me:
+                return
+            if self.frozen:
+                self._pending.append(due)
+            else:
+                fn()
+
+        return self.cluster.clock.call_later(delay, due)
+
+    # --- events -------------------------------------------------------------------------------
+
+    def on_transport(self, event: TransportEvent) -> None:
+        """What the network brings."""
+        if not self.alive:
+            return
+        if isinstance(event, PeerUp):
+            self.peers[event.member.peer] = event.member
+        elif isinstance(event, PeerLost):
+            self.peers.pop(event.peer, None)
+        self.feed(event)
+
+    def feed(self, event: object) -> None:
+        """Handle ``event``; commands are executed before the next event, as the driver does."""
+        self._queue.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        while self._queue and self.alive:
+            for command in self.machine.handle(self._queue.pop(0), self.cluster.clock.now()):
+                self._execute(command)
+            self.machine.check()
+        self._handling = False
+        if self.alive:
+            self._arm()
+
+    def _arm(self) -> None:
+        deadline = self.machine.deadline()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if deadline is not None:
+            wait = max(0.0005, deadline - self.cluster.clock.now())
+            self._timer = self.later(wait, lambda: self.feed(TimePassed()))
+
+    def _keep(self, event: Any) -> None:
+        """Run the lease keeper."""
+        for command in self.keeper.handle(event, self.cluster.clock.now()):
+            match command:
+                case CallLedger(op):
+                    self.ledger.call(
+                        op, lambda reply, op=op: self._on_lease(LedgerAnswered(op, reply))
+                    )
+                case LeaseChanged():
+                    self.feed(command)
+                case MembersChanged(members):
+                    for member in to_dial(self.me, self.role, members):
+                        self.transport.dial(member)
+                case Replaced():
+                    self._exit(1, "replaced")
+        self.keeper.check()
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
+        deadline = self.keeper.deadline()
+        if self.alive and deadline is not None:
+            wait = max(0.0005, deadline - self.cluster.clock.now())
+            self._lease_timer = self.later(wait, lambda: self._keep(TimePassed()))
+
+    def _on_lease(self, event: LedgerAnswered) -> None:
+        self.later(0.0, lambda: self._keep(event))
+
+    # --- commands -----------------------------------------------------------------------------
+
+    def _execute(self, command: object) -> None:
+        match command:
+            case Send(peer, message):
+                self.transport.send(peer, message)
+            case CallLedger(op):
+                self.ledger.call(
+                    op,
+                    lambda reply, op=op: (
+                        self.later(0.0, lambda: self.feed(LedgerAnswered(op, reply))) and None
+                    ),
+                )
+            case Note(event, fields):
+                self.cluster.tell(self.worker_id, event, fields)
+                if "wrong KV" in str(fields) or "KV of another" in str(fields):
+                    self.kv_errors += 1
+            case Measure(name, value):
+                self.cluster.counts[name] += value
+            case Exit(code, reason):
+                self._exit(code, reason)
+            case MarkBlocks(marks):
+                self.arena.mark(marks)
+            case VerifyBlocks():
+                self.later(self._some(0.002), lambda: self.feed(self._verified(command)))
+            case ProbeWriter():
+                self.later(self._some(0.0002), lambda: self.feed(probe(self.arena, command)))
+            case RunStep():
+                self._thread(0.02, self._step(command))
+            case MapArena():
+                self._thread(0.001, lambda: self.chunks.map(command))
+            case UnmapArena():
+                self._thread(0.001, lambda: self.chunks.unmap(command))
+            case RunChunk():
+                self._chunk(command)
+            case Deliver() | End() | ReportsReady():
+                self.cluster.clients.on_command(self, command)
+            case _:
+                raise AssertionError(f"nobody executes {type(command).__name__}")
+
+    def _on_answer(self, op: AnyOp, reply: Reply | Unavailable) -> None:
+        self.later(0.0, lambda: self.feed(LedgerAnswered(op, reply)))
+
+    def _some(self, mean: float) -> float:
+        return self.cluster.clock.random.uniform(0.2, 1.8) * mean
+
+    def _verified(self, command: VerifyBlocks) -> object:
+        return verify(self.arena, command, self.cluster.clock)
+
+    def _step(self, command: RunStep) -> Callable[[], object]:
+        return lambda: run_step(self.engine, command, self.cluster.clock)
+
+    def _thread(self, mean: float, work: Callable[[], object]) -> None:
+        """Run ``work`` in the one engine thread: it happens somewhere within its time."""
+        now = self.cluster.clock.now()
+        begin = max(now, self._thread_free)
+        seconds = self._some(mean)
+        self._thread_free = begin + seconds
+        at = begin + self.cluster.clock.random.random() * seconds
+        self.later(at - now, lambda: self._finish(work(), begin + seconds))
+
+    def _finish(self, event: object, end: float) -> None:
+        wait = max(0.0, end - self.cluster.clock.now())
+        if event is not None:
+            self.later(wait, lambda: self.feed(event))
+
+    def _chunk(self, command: RunChunk) -> None:
+        """Fence at the start, stores somewhere later: a freeze in between makes them very late."""
+        now = self.cluster.clock.now()
+        begin = max(now, self._thread_free)
+        tokens = sum(len(row.row.token_ids) for row in command.rows)
+        seconds = self._some(0.005 + tokens * 0.0005)
+        self._thread_free = begin + seconds
+        stores = begin + self.cluster.clock.random.random() * seconds
+
+        def fence() -> None:
+            live = self.chunks.begin(command)
+            self.later(stores - begin, lambda: store(live))
+
+        def store(live: list[int]) -> None:
+            self._finish(self.chunks.complete(command, live, begin), begin + seconds)
+
+        self.later(begin - now, fence)
+
+    def _exit(self, code: int, reason: str) -> None:
+        self.exits.append((code, reason))
+        self.cluster.tell(self.worker_id, "exited", {"code": code, "reason": reason})
+        self.kill()
