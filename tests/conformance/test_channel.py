@@ -164,6 +164,17 @@ def test_a_writer_is_alive_from_its_mapping_to_its_death_and_never_again(host: A
     assert not arena.writer_alive(WRITER.incarnation)
 
 
+def test_an_incarnation_seen_dead_stays_dead_even_if_somebody_uses_its_number(host: Any) -> None:
+    """What was concluded from its death cannot be taken back."""
+    arena = host.create()
+    mapped = host.channel().map(arena.ref, WRITER)
+    assert arena.writer_alive(WRITER.incarnation)
+    mapped.close()
+    assert not arena.writer_alive(WRITER.incarnation)
+    host.channel().map(arena.ref, WRITER)
+    assert not arena.writer_alive(WRITER.incarnation)
+
+
 def test_the_owner_itself_is_alive(host: Any) -> None:
     """Asking for one's own incarnation is not a question to the kernel."""
     assert host.create().writer_alive(OWNER.incarnation)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import stat
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -249,3 +251,26 @@ def test_an_arena_in_use_names_owner_and_pid(arena: SharedArena, directory: Path
     """The operator learns which process to look at."""
     with pytest.raises(ArenaInUse, match=f"decode-0/1001, pid {os.getpid()}"):
         create(directory, incarnation=1002)
+
+
+def test_of_starts_that_race_for_a_dead_owners_file_exactly_one_wins(directory: Path) -> None:
+    """However they interleave, nobody removes the file of one that has just won."""
+    starters = 4
+    for turn in range(60):
+        create(directory, incarnation=10_000 + turn, blocks=1).close(unlink=False)
+        together = threading.Barrier(starters)
+
+        def start(
+            number: int, turn: int = turn, together: threading.Barrier = together
+        ) -> SharedArena | None:
+            together.wait()
+            try:
+                return create(directory, incarnation=20_000 + turn * starters + number, blocks=1)
+            except ArenaInUse:
+                return None
+
+        with ThreadPoolExecutor(starters) as pool:
+            won = [arena for arena in pool.map(start, range(starters)) if arena is not None]
+        assert len(won) == 1
+        assert os.stat(won[0].ref.path).st_ino == won[0].ref.inode
+        won[0].close(unlink=True)

@@ -139,16 +139,14 @@ def ended(pid: int) -> bool:
 
 def test_of_owners_that_start_at_once_exactly_one_wins(directory: Path) -> None:
     """The others are refused, and the file is the winner's."""
-    for turn in range(3):
-        with ExitStack() as stack:
-            owners = [
-                stack.enter_context(Process("own", dir=str(directory), me=7000 + turn * 10 + n))
-                for n in range(4)
-            ]
-            answers = sorted(owner.line() for owner in owners)
-            assert answers[:3] == ["in use"] * 3
-            inode = os.stat(directory / "baton-test-decode-0.arena").st_ino
-            assert answers[3].split()[:2] == ["ready", str(inode)]
+    with ExitStack() as stack:
+        owners = [
+            stack.enter_context(Process("own", dir=str(directory), me=7000 + n)) for n in range(4)
+        ]
+        answers = sorted(owner.line() for owner in owners)
+        assert answers[:3] == ["in use"] * 3
+        inode = os.stat(directory / "baton-test-decode-0.arena").st_ino
+        assert answers[3].split()[:2] == ["ready", str(inode)]
 
 
 def test_a_killed_owners_arena_is_refused_to_writers_and_taken_by_the_next_start(
@@ -196,7 +194,9 @@ def words_seen(mapped: ShmArena, awaited: set[int]) -> set[int]:
 SMALL = """
 import os, sys, time
 from pathlib import Path
-from baton.channel.arena import SharedArena
+from baton.channel.arena import SharedArena, _allocate, _open_unnamed
+from baton.channel.layout import make_header
+from baton.channel.sizing import Room
 from baton.core.ids import Peer
 from baton.ports.channel import ArenaTooSmall
 from support.channel_parts import COMPAT, LAYOUT
@@ -210,6 +210,18 @@ except ArenaTooSmall as error:
     assert str(64 * 2**20) in str(error) and "200 MiB" in str(error), error
 else:
     raise AssertionError("200 MiB fit into 64")
+# Another process took the space between the look and the allocation.
+header = make_header(cluster="test", owner=Peer("decode-0", 1), pid=1, file_id="f" * 32,
+                     layout=LAYOUT, compat=COMPAT, blocks_total=200 * 2**20 // LAYOUT.block_bytes)
+fd = _open_unnamed(where)
+try:
+    _allocate(fd, header, Room(2**40, 2**40), "raced")
+except ArenaTooSmall as error:
+    assert "raced" in str(error)
+else:
+    raise AssertionError("200 MiB were allocated in 64")
+os.close(fd)
+assert os.listdir(where) == []
 assert time.monotonic() - before < 2
 arena = create()
 assert 31 * 2**20 < os.stat(arena.ref.path).st_size <= 32 * 2**20, arena.size_note
