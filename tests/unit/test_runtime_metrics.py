@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -98,3 +100,27 @@ def test_names_follow_prometheus_rules() -> None:
         assert metric.help.endswith(".")
         assert (metric.kind == "histogram") == bool(metric.buckets)
         assert list(metric.buckets) == sorted(set(metric.buckets))
+
+
+def measured_names() -> dict[str, str]:
+    """Return every literal name that production code measures, and where."""
+    root = Path(__file__).resolve().parents[2]
+    found = {}
+    for path in [*root.glob("services/baton/**/*.py"), *root.glob("shared/baton/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(
+                    func=ast.Name(id="Measure") | ast.Attribute(attr="measure" | "_measure"),
+                    args=[ast.Constant(value=str(name)), *_],
+                ):
+                    found[name] = f"{path.relative_to(root)}:{node.lineno}"
+                case _:
+                    pass
+    return found
+
+
+def test_everything_measured_is_in_the_catalogue() -> None:
+    """A name measured anywhere is in the catalogue, or its first event would end the process."""
+    names = measured_names()
+    assert len(names) > 10
+    assert not {name: where for name, where in names.items() if name not in CATALOGUE}

@@ -38,7 +38,7 @@ class LinkWatch:
     (two processes that lost each other), the one whose restart costs least gives up, later.
     """
 
-    #: A peer's death may be heard of before the ledger strikes it off.
+    #: Longer than it takes to hear from the ledger that a peer has left.
     MOST_S = 1.5
     ANY_S = 6.0
     _COST: Mapping[Role, int] = {
@@ -52,6 +52,7 @@ class LinkWatch:
         self._me = me
         self._role = role
         self._expected: dict[Peer, Role] = {}
+        self._linked: set[Peer] = set()
         self._lost: dict[Peer, float] = {}
 
     def members(self, members: Iterable[Member]) -> None:
@@ -65,12 +66,17 @@ class LinkWatch:
         self._lost = {peer: at for peer, at in self._lost.items() if peer in self._expected}
 
     def lost(self, peer: Peer, reason: str, now: float) -> None:
-        """A link ended. A peer that died or left in order is not one we are cut off from."""
-        if reason not in ("died", "said goodbye"):
+        """A link ended. (One that says goodbye may have given *us* up; who leaves is struck off.)
+
+        A peer that never was linked (it does not fit, or does not answer) is not one we lost.
+        """
+        if peer in self._linked and reason != "died":
             self._lost.setdefault(peer, now)
+        self._linked.discard(peer)
 
     def up(self, peer: Peer) -> None:
         """A link opened."""
+        self._linked.add(peer)
         self._lost.pop(peer, None)
 
     def cut_off(self, now: float) -> Peer | None:

@@ -6,10 +6,13 @@ Decides the shape of that bargain only; ``baton.runtime.shell`` keeps it.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+import orjson
 
 from baton.core.ids import Compat, Member, Peer, Role
 from baton.ports.clock import Clock
@@ -92,7 +95,8 @@ class Service:
 
     machine: ServiceMachine
     executors: Mapping[type, Executor] = field(default_factory=dict)
-    """For the service's own commands; called on the loop's thread, must not block."""
+    """For the service's own commands; called on the loop's thread, must not block. Called as soon
+    as links are open, which is before ``on_start``."""
     compat: Compat | None = None
     """What peers must agree on; goes into this process's :class:`Member`."""
     model_name: str = ""
@@ -111,3 +115,24 @@ Build = Callable[[Context], Service]
 Raises:
     StartFailed, ConfigError: with a text for people.
 """
+
+
+def status_report(context: Context, service: Service, *, ready: bool, uptime_s: float) -> bytes:
+    """Return the JSON body of a ``status`` report: the process's facts, then its machine's."""
+    me, placement = context.me, context.placement
+    return orjson.dumps(
+        {
+            "worker_id": me.worker_id,
+            "role": context.role,
+            "incarnation": str(me.incarnation),
+            "pid": os.getpid(),
+            "ready": ready,
+            "uptime_s": round(uptime_s, 3),
+            "cores": list(placement.cores),
+            "threads": placement.threads,
+            **service.facts(),
+            **service.machine.status(),
+        },
+        default=str,
+        option=orjson.OPT_NON_STR_KEYS,
+    )

@@ -43,6 +43,7 @@ from baton.runtime.service import (
     Context,
     Service,
     StartFailed,
+    status_report,
 )
 from baton.runtime.settings import Config
 from baton.transport import host
@@ -264,29 +265,14 @@ class Shell:
         self._loop.call_later(BEAT_S, self._beat)
 
     def _report(self, kind: str) -> bytes:
-        machine = self._service.machine
+        context, machine = self._context, self._service.machine
         if kind == "metrics":
-            self._context.metrics.gauges(machine.gauges())
-            return self._context.metrics.render()
-        if kind != "status":
-            return orjson.dumps({"error": f"unknown report {kind[:40]!r}"})
-        return orjson.dumps(
-            {
-                "worker_id": self._me.worker_id,
-                "role": self._role,
-                "incarnation": str(self._me.incarnation),
-                "pid": os.getpid(),
-                "ready": self._ready,
-                "uptime_s": round(self._clock.now() - self._started_at, 3),
-                "cores": list(self._placement.cores),
-                "threads": self._placement.threads,
-                "lease": self._membership.lease,
-                **self._service.facts(),
-                "machine": machine.status(),
-            },
-            default=str,
-            option=orjson.OPT_NON_STR_KEYS,
-        )
+            context.metrics.gauges(machine.gauges())
+            return context.metrics.render()
+        if kind == "status":
+            uptime_s = self._clock.now() - self._started_at
+            return status_report(context, self._service, ready=self._ready, uptime_s=uptime_s)
+        return orjson.dumps({"error": f"unknown report {kind[:40]!r}"})
 
     # --- the end --------------------------------------------------------------------------------
 

@@ -1,0 +1,80 @@
+"""A whole Baton process around a small scripted machine: what tests of the shell start and kill.
+
+``python -m support.runtime_program ROLE --worker-id ID --config FILE``; ``$TEST_BEHAVIOUR`` says
+what it does wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from baton.core.ids import Role
+from baton.runtime.process import main
+
+if TYPE_CHECKING:
+    from baton.runtime.service import Context, Service
+
+BEHAVIOUR = os.environ.get("TEST_BEHAVIOUR", "")
+
+
+class Machine:
+    """Knows its peers; drains at once, unless told to hang."""
+
+    def __init__(self) -> None:
+        self.peers: list[str] = []
+        self.draining = False
+
+    def handle(self, event: object, now: float) -> Sequence[object]:
+        from baton.core.events import DrainRequested
+        from baton.ports.driving import Exit
+        from baton.ports.transport import PeerLost, PeerUp
+
+        match event:
+            case DrainRequested():
+                self.draining = True
+                return [] if BEHAVIOUR == "never_drained" else [Exit(0, "drained")]
+            case PeerUp(member):
+                if BEHAVIOUR == "bug":
+                    raise KeyError("a bug in the machine")
+                self.peers.append(str(member.peer))
+            case PeerLost(peer, _):
+                self.peers.remove(str(peer))
+        return []
+
+    def deadline(self) -> float | None:
+        return None
+
+    def check(self) -> None:
+        assert len(set(self.peers)) == len(self.peers)
+
+    def status(self) -> Mapping[str, object]:
+        return {"peers": self.peers, "draining": self.draining}
+
+    def gauges(self) -> Mapping[str, float]:
+        return {"num_requests_running": float(len(self.peers))}
+
+
+def build(context: Context) -> Service:
+    """Make the service, or fail in the way that was asked for."""
+    from baton.runtime.service import Service, StartFailed
+
+    match BEHAVIOUR:
+        case "no_model":
+            raise StartFailed("model folder /m: no such folder", permanent=True)
+        case "not_yet":
+            raise StartFailed("the arena is in use", permanent=False)
+        case "build_bug":
+            raise KeyError("a bug in the wiring")
+        case "slow":
+            sys.stderr.write("building\n")
+            sys.stderr.flush()
+            time.sleep(60)
+    return Service(Machine(), model_name="tiny")
+
+
+if __name__ == "__main__":
+    main(Role(sys.argv[1]), build, sys.argv[2:])
