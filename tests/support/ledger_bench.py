@@ -199,7 +199,8 @@ class SimBench(_Asking):
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.time = VirtualTime()
         self.server = SimLedger(lambda: self.time.now, self.time.schedule, limits, Random(1))
-        self.ledger = self.server.connect()
+        self.client = self.server.connect()
+        self.ledger = self.client
 
     def wait(self, finished: Callable[[], bool]) -> None:
         gives_up_at = self.time.now + WAIT_S

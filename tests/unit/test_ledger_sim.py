@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.core.ids import Peer
 from baton.core.lifecycles import RequestState
 from baton.ports.ledger import (
     AcquireLease,
@@ -97,7 +98,7 @@ def test_a_clock_that_goes_back_does_not_keep_the_dead_alive(bench: SimBench) ->
     for peer in (ROUTER, DECODE):
         bench.ask(AcquireLease(member(peer), TTL))
     bench.server.clock_offset_ms = -3_600_000
-    lost = []
+    lost: list[Peer] = []
     for _ in range(30):
         held = bench.ask(RenewLease(ROUTER, TTL))
         assert isinstance(held, LeaseHeld)
@@ -110,7 +111,7 @@ def test_a_crashed_process_is_not_called_back(bench: SimBench) -> None:
     """What it had asked for still happens; nobody is told."""
     answers: list[Reply | Unavailable] = []
     bench.ledger.call(ADMIT, answers.append)
-    bench.ledger.crash()
+    bench.client.crash()
     bench.pass_time(2 * LIMITS.ledger_timeout_ms / 1000)
     assert answers == []
     assert bench.server.model.owned(ROUTER) == {"r1"}
