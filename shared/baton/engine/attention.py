@@ -27,13 +27,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from baton.engine.plan import TILE, ArenaPart, Chunk, DecodeRows, StepPlan, padded
+from baton.engine.plan import HIDDEN, TILE, ArenaPart, Chunk, DecodeRows, StepPlan, padded
 from baton.ports.engine import KVLayout
 
 #: Name under which transformers knows this attention.
 NAME = "baton_paged"
-#: What hidden scores are set to: finite, so that a wholly hidden tile yields no NaN.
-_HIDDEN = -1e30
 
 
 class ModelRefused(ValueError):
@@ -159,8 +157,11 @@ def _store(
     slots = part.slots + offset
     block_size = arena.units.shape[1]
     for axis, source in enumerate((key, value)):
-        lines = source.transpose(0, 1)[part.tokens].flatten(1)
-        arena.slots.index_copy_(0, slots + axis * block_size, lines)
+        if part.tokens is None:
+            lines = source[:, : len(slots)]
+        else:
+            lines = source.index_select(1, part.tokens)
+        arena.slots.index_copy_(0, slots + axis * block_size, lines.transpose(0, 1).flatten(1))
 
 
 class _LayerWork:
@@ -186,7 +187,8 @@ class _LayerWork:
         tiles = rows.tiles(self._window)
         count, group = len(tiles.tokens), query.shape[0] // self._heads
         keys, values = self._gather(tiles.units)
-        values[:count].masked_fill_(tiles.beyond[:, :, None, None], 0.0)
+        for scratch in (keys, values):  # 0 * NaN is NaN: what nobody wrote must be zero
+            scratch.view(-1, self._heads * self._width).index_fill_(0, tiles.beyond, 0.0)
         lined = query.new_zeros(self._heads, count, padded(group), self._width)
         lined[:, :, :group] = (
             query[:, tiles.tokens].view(self._heads, group, count, -1).transpose(1, 2)
@@ -196,7 +198,7 @@ class _LayerWork:
         for head in range(self._heads):
             torch.bmm(spread[head], keys[:, :, head].transpose(1, 2), out=scores[head])
         self._cap(scores)
-        scores[:, : len(tiles.hidden)].masked_fill_(tiles.hidden[None, :, None, :], _HIDDEN)
+        scores[:, : len(tiles.bias)].add_(tiles.bias)
         top, mass, weights = _weigh(scores)
         parts = torch.empty(*scores.shape[:3], self._width)
         for head in range(self._heads):
@@ -206,7 +208,7 @@ class _LayerWork:
             tile = slice(first, first + reach)
             fold.add(reach, top[:, tile], mass[:, tile], parts[:, tile])
         done = fold.result()[:, :, :group].transpose(1, 2).flatten(0, 1)
-        out[tiles.tokens] = done.transpose(0, 1)
+        out.index_copy_(0, tiles.tokens, done.transpose(0, 1))
 
     def chunk(self, query: torch.Tensor, chunk: Chunk, out: torch.Tensor) -> None:
         """Attend for one row of several tokens, its heads' groups stacked into one product."""
@@ -216,36 +218,22 @@ class _LayerWork:
         rows = padded(group * count)
         lined = query.new_zeros(self._heads, rows, self._width)
         lined[:, : group * count] = stacked
-        positions = torch.arange(chunk.start, chunk.start + count).repeat(group)
-        first = 0 if self._window is None else max(0, chunk.start - self._window + 1) // TILE
-        end = chunk.start + count
         fold = _Fold(self._heads, rows, width=self._width)
-        for tile in range(len(chunk.units) - 1, first - 1, -1):
+        for tile in chunk.tiles(self._window):
             keys, values = self._gather(chunk.units[tile])
-            base = tile * TILE
-            if end < base + TILE:
-                values[0, end - base :] = 0.0
+            written = chunk.end - tile * TILE
+            if written < TILE:
+                keys[0, written:] = 0.0
+                values[0, written:] = 0.0
             scores = torch.bmm(lined, keys[0].permute(1, 2, 0))
             self._cap(scores)
-            hidden = self._hidden(chunk, positions, base)
-            if hidden is not None:
-                scores[:, : group * count].masked_fill_(hidden, _HIDDEN)
+            bias = chunk.bias(tile, group, self._window)
+            if bias is not None:
+                scores[:, : group * count].add_(bias)
             top, mass, weights = _weigh(scores)
             fold.add(rows, top, mass, torch.bmm(weights, values[0].transpose(0, 1)))
         done = fold.result()[:, : group * count].reshape(-1, count, self._width)
         out[place] = done.transpose(0, 1)
-
-    def _hidden(self, chunk: Chunk, positions: torch.Tensor, base: int) -> torch.Tensor | None:
-        """Return bool [queries, TILE] of what must not be seen, ``None`` if all is visible."""
-        after = base + TILE - 1 > chunk.start
-        before = self._window is not None and base <= chunk.start + chunk.count - 1 - self._window
-        if not after and not before:
-            return None
-        keys = torch.arange(base, base + TILE)
-        hidden = keys > positions[:, None]
-        if self._window is not None:
-            hidden |= keys <= positions[:, None] - self._window
-        return hidden
 
     def _gather(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 K and V [tiles, TILE, heads, head_dim] of the units, as scratch."""
@@ -273,7 +261,7 @@ class _Fold:
     """Joins tiles' parts in visiting order (the online softmax of Milakov & Gimelshein 2018)."""
 
     def __init__(self, heads: int, *rows: int, width: int) -> None:
-        self._top = torch.full((heads, *rows), _HIDDEN)
+        self._top = torch.full((heads, *rows), HIDDEN)
         self._mass = torch.zeros(heads, *rows)
         self._sum = torch.zeros(heads, *rows, width)
 

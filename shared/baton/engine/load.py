@@ -79,6 +79,8 @@ def _mapped(model_dir: Path, dtype: str) -> dict[str, torch.Tensor]:
             }
             partial = converted.with_suffix(f".{os.getpid()}.part")
             save_file(cast, partial, metadata={"format": "pt"})
+            with partial.open("rb") as written:
+                os.fsync(written.fileno())
             partial.replace(converted)
     return _read(converted)
 

@@ -13,7 +13,7 @@ down to the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,6 +26,10 @@ TILE = 256
 #: Packed rows are padded to a multiple of this, so that every matrix product sees whole register
 #: tiles and a row's result does not depend on how many rows stand beside it.
 ROWS_MULTIPLE = 8
+
+#: What is added to scores that must not be seen. Finite, so that a wholly hidden tile yields no
+#: NaN; so large that the sum is this very number, whatever the score was.
+HIDDEN = -1e30
 
 Int = NDArray[np.int64]
 
@@ -46,6 +50,35 @@ class Chunk:
     """Its first token's position."""
     units: torch.Tensor
     """int64 [tiles, units a tile]: K unit of layer 0."""
+    _biases: dict[tuple[int, int, int | None], torch.Tensor | None] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.start + self.count
+
+    def tiles(self, window: int | None) -> range:
+        """Return the tiles its queries see, in visiting order."""
+        first = 0 if window is None else max(0, self.start - window + 1) // TILE
+        return range(len(self.units) - 1, first - 1, -1)
+
+    def bias(self, tile: int, group: int, window: int | None) -> torch.Tensor | None:
+        """Return float32 [group * count, TILE] to add to scores; ``None``: all is visible."""
+        key = (tile, group, window)
+        if key not in self._biases:
+            base = tile * TILE
+            after = base + TILE - 1 > self.start
+            before = window is not None and base < self.end - window
+            self._biases[key] = self._make_bias(base, group, window) if after or before else None
+        return self._biases[key]
+
+    def _make_bias(self, base: int, group: int, window: int | None) -> torch.Tensor:
+        query = np.arange(self.start, self.end)[:, None]
+        at = np.arange(base, base + TILE)
+        hidden = at > query
+        if window is not None:
+            hidden |= at <= query - window
+        return _bias(np.tile(hidden, (group, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +97,11 @@ class DecodeTiles:
     """int64 [tiles]: rank of the tile's row."""
     depths: list[tuple[int, int]]
     """(first tile, rows that reach it) of each depth; depth 0 holds every row's last tile."""
-    hidden: torch.Tensor
-    """bool [tiles, TILE]: keys the query must not see. Cut to the first ``rows`` tiles where no
-    other hides any, as without a window."""
+    bias: torch.Tensor
+    """float32 [tiles, 1, TILE], to be added to scores. Cut to the first ``rows`` tiles where no
+    other hides any key, as without a window."""
     beyond: torch.Tensor
-    """bool [rows, TILE]: places of the last tile after the query, which nobody may have written."""
+    """int64: places (tile * TILE + key) after the query, which nobody may have written."""
 
 
 class DecodeRows:
@@ -110,8 +143,8 @@ class DecodeRows:
             units=torch.from_numpy(np.concatenate(units)),
             row=torch.from_numpy(row),
             depths=[(int(start), reach) for start, reach in zip(starts, reaches, strict=False)],
-            hidden=torch.from_numpy(hidden),
-            beyond=torch.from_numpy(beyond),
+            bias=_bias(hidden).unsqueeze(1),
+            beyond=torch.from_numpy(np.flatnonzero(beyond)),
         )
 
 
@@ -120,8 +153,8 @@ class ArenaPart:
     """What one step does in one arena."""
 
     arena: str
-    tokens: torch.Tensor
-    """int64 [n]: places among the packed tokens."""
+    tokens: torch.Tensor | None
+    """int64 [n]: places among the packed tokens; ``None``: the first n."""
     slots: torch.Tensor
     """int64 [n]: K slot of layer 0."""
     decode: DecodeRows | None
@@ -154,7 +187,7 @@ def plan_step(rows: Sequence[Row], layout: KVLayout) -> StepPlan:
     arenas = dict.fromkeys(row.arena for row in rows)
     placed = [(row, int(begin)) for row, begin in zip(rows, begins, strict=False)]
     parts = [
-        _part(arena, [pair for pair in placed if pair[0].arena == arena], layout)
+        _part(arena, [pair for pair in placed if pair[0].arena == arena], len(arenas) == 1, layout)
         for arena in arenas
     ]
     return StepPlan(
@@ -169,7 +202,7 @@ def plan_step(rows: Sequence[Row], layout: KVLayout) -> StepPlan:
     )
 
 
-def _part(arena: str, placed: list[tuple[Row, int]], layout: KVLayout) -> ArenaPart:
+def _part(arena: str, placed: list[tuple[Row, int]], whole: bool, layout: KVLayout) -> ArenaPart:
     size = layout.block_size
     tokens, slots, chunks = [], [], []
     single: list[tuple[int, int, Int]] = []
@@ -190,11 +223,15 @@ def _part(arena: str, placed: list[tuple[Row, int]], layout: KVLayout) -> ArenaP
         decode = DecodeRows(np.array(begins), np.array(starts), list(tables), layout)
     return ArenaPart(
         arena=arena,
-        tokens=torch.from_numpy(np.concatenate(tokens)),
+        tokens=None if whole else torch.from_numpy(np.concatenate(tokens)),
         slots=torch.from_numpy(np.concatenate(slots)),
         decode=decode,
         chunks=chunks,
     )
+
+
+def _bias(hidden: NDArray[np.bool_]) -> torch.Tensor:
+    return torch.from_numpy(np.where(hidden, np.float32(HIDDEN), np.float32(0)))
 
 
 def _tile_units(blocks: Int, length: int, layout: KVLayout) -> Int:
