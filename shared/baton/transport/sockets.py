@@ -9,6 +9,8 @@ MANDATORY does it.
 
 from __future__ import annotations
 
+import select
+
 import zmq
 
 from baton.core.ids import Peer
@@ -58,6 +60,13 @@ def descriptor(socket: zmq.Socket[bytes]) -> int:
     fd = socket.getsockopt(zmq.FD)
     assert isinstance(fd, int)
     return fd
+
+
+def signalled(socket: zmq.Socket[bytes]) -> bool:
+    """Whether the descriptor is readable, so that the event loop is about to tell."""
+    poller = select.poll()
+    poller.register(descriptor(socket), select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:

@@ -68,7 +68,8 @@ class ZmqTransport(Shell):
         self._routes: dict[_Socket, Route | None] = {}
         """Every open socket that is read; ``None`` is the inbox."""
         self._inbound: dict[bytes, Inbound] = {}
-        self._sent: set[_Socket] = set()
+        self._to_read: set[_Socket] = set()
+        """Looked at on the next turn, whatever their descriptors say."""
         self._pidfds: dict[Peer, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._armed = 0.0
@@ -185,7 +186,7 @@ class ZmqTransport(Shell):
         self._routes[socket] = route
         self._loop.add_reader(sockets.descriptor(socket), self._guarded, self._read, socket)
         # What happened before the reader was there will not be told.
-        self._loop.call_soon(self._guarded, self._read, socket)
+        self._read_soon(socket)
 
     def _ignore(self, socket: _Socket) -> None:
         if socket in self._routes:
@@ -199,9 +200,20 @@ class ZmqTransport(Shell):
         emptied = self._drain(socket)
         self._pump()
         if not emptied:
-            self._loop.call_soon(self._guarded, self._read, socket)
+            self._read_soon(socket)
         if self._flushed is not None and self._board.quiescent:
             self._flushed.set()
+
+    def _read_soon(self, socket: _Socket) -> None:
+        if not self._to_read:
+            self._loop.call_soon(self._guarded, self._read_all_due)
+        self._to_read.add(socket)
+
+    def _read_all_due(self) -> None:
+        due, self._to_read = self._to_read, set()
+        for socket in due:
+            if socket in self._routes and sockets.readable(socket):
+                self._read(socket)
 
     def _drain(self, socket: _Socket) -> bool:
         for _ in range(DRAIN_MAX):
@@ -243,9 +255,10 @@ class ZmqTransport(Shell):
     def _look_after(self) -> None:
         """Once a second: nothing waits in a socket whose descriptor has not told."""
         for socket in list(self._routes):
-            if sockets.readable(socket):
+            will_be_read = socket in self._to_read or sockets.signalled(socket)
+            if not will_be_read and sockets.readable(socket):
                 self._on_count("watchdog_rescued")
-                self._read(socket)
+                self._read_soon(socket)
         self._watchdog = self._loop.call_later(WATCHDOG_S, self._guarded, self._look_after)
 
     # --- writing ---
@@ -267,19 +280,8 @@ class ZmqTransport(Shell):
                 raise
             return False
         finally:
-            self._look_again(socket)
+            self._read_soon(socket)
         return True
-
-    def _look_again(self, socket: _Socket) -> None:
-        if not self._sent:
-            self._loop.call_soon(self._guarded, self._read_after_sending)
-        self._sent.add(socket)
-
-    def _read_after_sending(self) -> None:
-        sent, self._sent = self._sent, set()
-        for socket in sent:
-            if socket in self._routes and sockets.readable(socket):
-                self._read(socket)
 
     # --- the rest of the shell ---
 
