@@ -87,6 +87,8 @@ class PrefillMachine:
         #: Tickets whose assignment is still on its way (it comes over another link).
         self.early: dict[tuple[str, int], tuple[Ticket, Peer, float]] = {}
         self.arenas: dict[str, ArenaRef] = {}
+        #: Offered, and being mapped.
+        self.mapping: dict[str, ArenaRef] = {}
         #: Owners of mapped arenas that are over for good.
         self.gone: set[Peer] = set()
         self.step = 0
@@ -171,6 +173,7 @@ class PrefillMachine:
                     self._end(job, Reason.CLIENT_CANCELLED, "cancelled")
             case ArenaOffered(arena):
                 if arena.owner == peer:
+                    self.mapping[arena.file_id] = arena
                     self._emit(MapArena(arena))
             case _:
                 self._note("unexpected_message", level="warning", kind=type(message).__name__)
@@ -394,16 +397,14 @@ class PrefillMachine:
     # --- arenas, peers, time ------------------------------------------------------------------
 
     def _arena_opened(self, ref: ArenaRef, error: str) -> None:
-        if ref.owner not in self.peers and ref.file_id not in self.arenas:
-            # Lost while it was being mapped, and it never heard of our lock.
-            self._emit(UnmapArena(ref.file_id))
-            return
+        self.mapping.pop(ref.file_id, None)
         if error:
             self._note("arena_refused", level="error", owner=str(ref.owner), error=error)
         else:
             self.arenas[ref.file_id] = ref
             self._note("arena_mapped", owner=str(ref.owner))
         self._send(ref.owner, ArenaMapped(ref.file_id, error))
+        self._unmap_gone()
 
     def _peer_lost(self, event: PeerLost) -> None:
         peer = event.peer
@@ -429,7 +430,8 @@ class PrefillMachine:
             if ref.owner in self.gone and file_id not in used:
                 del self.arenas[file_id]
                 self._emit(UnmapArena(file_id))
-        self.gone &= {ref.owner for ref in self.arenas.values()}
+        known = [*self.arenas.values(), *self.mapping.values()]
+        self.gone &= {ref.owner for ref in known}
 
     def _tick(self, now: float) -> None:
         since = self.step_since

@@ -1,0 +1,90 @@
+"""Puts one decode process together: engine, arena, its threads, the machine.
+
+Decides the order: the arena is created and the engine warm before anybody knows of this process.
+"""
+
+from __future__ import annotations
+
+from baton.channel.arena import SharedArena
+from baton.core.prefix import chain_root
+from baton.decode.io import MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
+from baton.decode.machine import DecodeMachine
+from baton.decode.work import probe, run_step, verify
+from baton.engine.info import ModelNotPrepared
+from baton.runtime.engine_thread import EngineThread
+from baton.runtime.model import served_model
+from baton.runtime.service import Context, Service, StartFailed
+from baton.runtime.worker import make_engine
+
+STOP_S = 1.5
+
+
+def build(context: Context) -> Service:
+    """Make the decode service.
+
+    Raises:
+        StartFailed: the model is not prepared.
+        ArenaTooSmall, ArenaInUse: the arena cannot be had.
+    """
+    config = context.config
+    try:
+        model = served_model(config, context.run_dir)
+    except ModelNotPrepared as error:
+        raise StartFailed(str(error), permanent=True) from None
+    engine = make_engine(context, model)
+    arena = SharedArena.create(
+        config.arena.dir,
+        config.cluster.name,
+        context.me,
+        model.layout,
+        model.compat,
+        size_mb=config.arena.size_mb,
+    )
+    context.log.info("arena_created", blocks=arena.blocks_total, note=arena.size_note)
+    engine.attach(arena.ref.file_id, arena.memory)
+    engine.warm_up()
+    machine = DecodeMachine(
+        context.me,
+        config.limits,
+        arena.ref,
+        blocks_total=arena.blocks_total,
+        block_size=model.layout.block_size,
+        block_bytes=model.layout.block_bytes,
+        root=chain_root(repr(model.compat)),
+    )
+    steps = EngineThread(context.feed, context.crash, context.clock)
+    checks = EngineThread(context.feed, context.crash, context.clock, name="verify")
+
+    async def stop() -> None:
+        await steps.stop(STOP_S)
+        await checks.stop(STOP_S)
+        engine.detach(arena.ref.file_id)
+        arena.close(unlink=True)
+
+    def run(command: RunStep) -> None:
+        steps.submit(lambda: run_step(engine, command, context.clock))
+
+    def check(command: VerifyBlocks) -> None:
+        checks.submit(lambda: verify(arena, command, context.clock))
+
+    def mark(command: MarkBlocks) -> None:
+        arena.mark(command.marks)
+
+    def look(command: ProbeWriter) -> None:
+        context.feed(probe(arena, command))
+
+    return Service(
+        machine=machine,
+        executors={RunStep: run, VerifyBlocks: check, MarkBlocks: mark, ProbeWriter: look},
+        compat=model.compat,
+        model_name=model.name,
+        on_stop=stop,
+        facts=lambda: {
+            "arena": {
+                "path": arena.ref.path,
+                "blocks": arena.blocks_total,
+                "bytes": arena.blocks_total * model.layout.block_bytes,
+                "dtype": model.layout.dtype,
+            }
+        },
+    )

@@ -1,0 +1,61 @@
+"""Puts one prefill process together: engine, channel, its thread, the machine."""
+
+from __future__ import annotations
+
+from baton.channel.shm import ShmChannel
+from baton.core.prefix import chain_root
+from baton.engine.info import ModelNotPrepared
+from baton.prefill.io import MapArena, RunChunk, UnmapArena
+from baton.prefill.machine import PrefillMachine
+from baton.prefill.work import ChunkWorker
+from baton.runtime.engine_thread import EngineThread
+from baton.runtime.model import served_model
+from baton.runtime.service import Context, Service, StartFailed
+from baton.runtime.worker import make_engine
+
+STOP_S = 1.5
+
+
+def build(context: Context) -> Service:
+    """Make the prefill service.
+
+    Raises:
+        StartFailed: the model is not prepared.
+    """
+    config = context.config
+    try:
+        model = served_model(config, context.run_dir)
+    except ModelNotPrepared as error:
+        raise StartFailed(str(error), permanent=True) from None
+    engine = make_engine(context, model)
+    engine.warm_up()
+    channel = ShmChannel(model.layout, model.compat)
+    worker = ChunkWorker(engine, channel, context.me, context.clock)
+    machine = PrefillMachine(
+        context.me,
+        config.limits,
+        block_size=model.layout.block_size,
+        root=chain_root(repr(model.compat)),
+    )
+    # One thread for chunks and mappings: a mapping never goes while a chunk stores into it.
+    thread = EngineThread(context.feed, context.crash, context.clock)
+
+    async def stop() -> None:
+        await thread.stop(STOP_S)
+
+    def run(command: RunChunk) -> None:
+        thread.submit(lambda: worker.run(command))
+
+    def map_arena(command: MapArena) -> None:
+        thread.submit(lambda: worker.map(command))
+
+    def unmap(command: UnmapArena) -> None:
+        thread.submit(lambda: worker.unmap(command))
+
+    return Service(
+        machine=machine,
+        executors={RunChunk: run, MapArena: map_arena, UnmapArena: unmap},
+        compat=model.compat,
+        model_name=model.name,
+        on_stop=stop,
+    )

@@ -1,0 +1,27 @@
+"""Puts one router process together: a machine, and what its links must agree on."""
+
+from __future__ import annotations
+
+from baton.engine.info import ModelNotPrepared
+from baton.router.machine import RouterMachine
+from baton.runtime.model import served_model
+from baton.runtime.service import Context, Service, StartFailed
+
+
+def build(context: Context) -> Service:
+    """Make the router service.
+
+    Raises:
+        StartFailed: the model is not prepared.
+    """
+    config = context.config
+    try:
+        model = served_model(config, context.run_dir)
+    except ModelNotPrepared as error:
+        raise StartFailed(str(error), permanent=True) from None
+    machine = RouterMachine(
+        context.me,
+        config.limits,
+        local_prefill_max_tokens=config.router.local_prefill_max_tokens,
+    )
+    return Service(machine=machine, compat=model.compat, model_name=model.name)

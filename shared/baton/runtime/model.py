@@ -1,0 +1,70 @@
+"""Which prepared model this cluster serves, for every kind of process; without torch.
+
+Decides where the folder is and what all processes must agree on. Loading is the engine's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.core.ids import Compat
+from baton.engine.fake_model import write_fake_model
+from baton.engine.info import INFO_FILE, ModelNotPrepared, compat_of, layout_of, read_info
+from baton.ports.engine import KVLayout, ModelInfo
+from baton.runtime.dirs import cache_dir
+from baton.runtime.settings import Config
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model of a cluster."""
+
+    folder: Path
+    info: ModelInfo
+    layout: KVLayout
+    compat: Compat
+    name: str
+    """As clients call it."""
+
+
+def served_model(config: Config, run_dir: Path) -> ServedModel:
+    """Return the model that ``config`` names.
+
+    Raises:
+        ModelNotPrepared: there is no such prepared model, or it is broken.
+    """
+    folder = model_folder(config, run_dir)
+    info = read_info(folder)
+    layout = layout_of(info, config.model.dtype, config.arena.block_size)
+    return ServedModel(
+        folder=folder,
+        info=info,
+        layout=layout,
+        compat=compat_of(info, layout, config.engine.kind),
+        name=config.model.name or info.name,
+    )
+
+
+def model_folder(config: Config, run_dir: Path) -> Path:
+    """Return the prepared model's folder: named itself, or the newest of its name in the cache.
+
+    Raises:
+        ModelNotPrepared: there is none.
+    """
+    if config.engine.kind == "fake":
+        folder = run_dir / "fake-model"
+        write_fake_model(folder)
+        return folder
+    source = config.model.path
+    named = Path(source).expanduser()
+    if (named / INFO_FILE).is_file():
+        return named.absolute()
+    models = cache_dir(config) / "models"
+    slug = source.rstrip("/").rsplit("/", 1)[-1].lower()
+    found = [folder for folder in models.glob(f"{slug}-*") if (folder / INFO_FILE).is_file()]
+    if not found:
+        raise ModelNotPrepared(
+            f"model {source!r} is not prepared (looked into {models}): run `baton model prepare`"
+        )
+    return max(found, key=lambda folder: (folder.stat().st_mtime, folder.name))

@@ -1,0 +1,43 @@
+"""What prefill and decode processes share in their making: the engine, as configured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from baton.engine.build import build_engine
+from baton.engine.fake import FakeKnobs
+from baton.engine.stop_points import FileStopPoints
+from baton.ports.engine import Engine
+from baton.runtime.model import ServedModel
+from baton.runtime.service import Context
+
+
+def make_engine(context: Context, model: ServedModel) -> Engine:
+    """Return the engine of this process; loads the weights."""
+    config = context.config
+    fake = config.fake
+    began = context.clock.now()
+    engine = build_engine(
+        model.folder,
+        dtype=config.model.dtype,
+        block_size=config.arena.block_size,
+        threads=context.placement.threads,
+        kind=config.engine.kind,
+        knobs=FakeKnobs(
+            prefill_ms=fake.prefill_ms,
+            step_ms=fake.step_ms,
+            write_ms=fake.write_ms,
+            eos_every=fake.eos_every,
+        ),
+        stops=FileStopPoints(Path(fake.stops_dir)) if fake.stops_dir else None,
+    )
+    context.log.info(
+        "engine_loaded",
+        kind=config.engine.kind,
+        model=model.name,
+        dtype=model.layout.dtype,
+        kernels=engine.kernels,
+        threads=context.placement.threads,
+        seconds=round(context.clock.now() - began, 3),
+    )
+    return engine
