@@ -82,6 +82,12 @@ class Process:
         assert ready, "the process says nothing"
         return self.popen.stdout.readline().strip()
 
+    def go(self) -> None:
+        """Tell it to go on with what it is for."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.write("go\n")
+        self.popen.stdin.flush()
+
     def state(self) -> str:
         """R, S, T (stopped), Z (dead, not reaped), from /proc."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -45,9 +45,11 @@ def open_arena(given: dict[str, Any]) -> ShmArena:
 
 
 def store(given: dict[str, Any]) -> None:
-    """Store into blocks ``first .. last`` from some threads, without ever stopping."""
+    """Store into blocks ``first .. last`` from some threads, once told to, without ever stopping."""
     view = open_arena(given).memory
     part = view[given["first"] * LAYOUT.block_bytes : given["last"] * LAYOUT.block_bytes]
+    say("mapped")
+    sys.stdin.readline()
     slices = np.array_split(np.frombuffer(part, dtype=np.uint8), given["threads"])
     started = threading.Barrier(len(slices) + 1)
 

@@ -77,10 +77,12 @@ def test_no_store_is_seen_after_a_killed_writers_lock_is_gone(arena: SharedArena
                 stack.enter_context(storing(arena, n, 5000 + turn * WRITERS + n, n + 1))
                 for n in range(WRITERS)
             ]
-            assert [writer.line() for writer in writers] == ["ready"] * WRITERS
+            assert [writer.line() for writer in writers] == ["mapped"] * WRITERS
             for number, writer in enumerate(writers):
                 incarnation = 5000 + turn * WRITERS + number
                 assert arena.writer_alive(incarnation)
+                writer.go()
+                assert writer.line() == "ready"
                 seen = bytes(part(arena, number))
                 until(lambda n=number, s=seen: part(arena, n) != s, "a store")
                 os.kill(writer.pid, signal.SIGKILL)
@@ -100,6 +102,8 @@ def test_a_stopped_writer_keeps_its_lock_and_an_unreaped_dead_one_does_not(
 ) -> None:
     """Frozen is not dead; dead is dead even while nobody waits for the process."""
     with storing(arena, 0, 6000, 2) as writer:
+        assert writer.line() == "mapped"
+        writer.go()
         assert writer.line() == "ready"
         os.kill(writer.pid, signal.SIGSTOP)
         until(lambda: writer.state() == "T", "stopped")
