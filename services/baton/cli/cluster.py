@@ -206,8 +206,17 @@ class Cluster:
                 told = line
             time.sleep(0.1)
         raise CommandError(
-            f"not ready after {timeout_s:.0f} s: {words or told}; see {self.run_dir / 'logs'}",
+            f"not ready after {timeout_s:.0f} s: {self._complaints(asked) or words}; "
+            f"see {self.run_dir / leftovers.LOGS}",
             ExitCode.TEMPORARY,
+        )
+
+    def _complaints(self, asked: Supervisor) -> str:
+        """Return what the processes that are down said last."""
+        return "; ".join(
+            f"{name} ended with {code}: {self.last_words(f'{name}.log')}"
+            for name, (state, code) in self._states(asked).items()
+            if state in {"EXITED", "FATAL"}
         )
 
     def _supervisor_lives(self, found: ClusterRecord) -> bool:
@@ -253,12 +262,13 @@ class Cluster:
             # Nobody waits longer than the workers' own drain and supervisor's kill after it.
             patience.limit(3 * (self.config.limits.drain_ms / 1000 + 10))
             self._stop_in_order(found, patience)
-            if self._supervisor_lives(found):
+            killed = self._supervisor_lives(found)
+            if killed:
                 self._tell("stopping takes too long: killing what is left")
                 found.supervisor.send(signal.SIGKILL)
             if self._child is not None:
                 self._child.wait()
-            return self._after_stop(found)
+            return self._bury(found) if killed else self._after_stop(found)
 
     def _stop_in_order(self, found: ClusterRecord, patience: Patience) -> None:
         asked = Supervisor(self.run_dir)

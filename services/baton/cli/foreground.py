@@ -71,7 +71,7 @@ def run(
         try:
             if cluster.wait_ready(found, wait_s, stop.is_asked):
                 _serve(cluster, found, stop, prompt=prompt or SAMPLE, oneshot=oneshot)
-        except CommandError:
+        except BaseException:
             give_up(cluster)
             raise
         say("\nstopping ..." + ("" if oneshot else " (again Ctrl-C: at once)"))

@@ -124,7 +124,7 @@ def _add_serving(commands) -> None:  # type: ignore[no-untyped-def]
     )
     down = _add(commands, "down", _down, "stop the cluster; an error if anything is left behind")
     down.add_argument(
-        "--now", action="store_true", help="do not wait for running requests: 2 s, then kill"
+        "--now", action="store_true", help="do not wait for running requests: 4 s, then kill"
     )
 
 

@@ -12,7 +12,7 @@ from baton.cli.terminal import CommandError, ExitCode, say, warn
 from baton.runtime.settings import Config
 
 #: `baton down --now` lets a drain go on this long.
-_NOW_S = 2.0
+_NOW_S = 4.0
 
 
 def up(config: Config, wait_s: float) -> int:
@@ -26,7 +26,7 @@ def up(config: Config, wait_s: float) -> int:
     found = cluster.start(in_foreground=False)
     try:
         cluster.wait_ready(found, wait_s, stop=lambda: False)
-    except (CommandError, KeyboardInterrupt):
+    except BaseException:
         give_up(cluster)
         raise
     say_addresses(found)

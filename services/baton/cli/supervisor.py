@@ -10,6 +10,7 @@ path for a comment and `%` for an expansion.
 from __future__ import annotations
 
 import getpass
+import http.client
 import math
 import os
 import resource
@@ -208,31 +209,41 @@ def command(run_dir: Path) -> list[str]:
 
 
 class Supervisor:
-    """Asks a running supervisord over its Unix socket."""
+    """Asks a running supervisord over its Unix socket; OSError when it does not answer."""
 
     def __init__(self, run_dir: Path) -> None:
-        from supervisor.xmlrpc import SupervisorTransport
-
-        transport = SupervisorTransport(None, None, f"unix://{run_dir / SUPERVISOR_SOCKET}")
-        # The address is a formality: the transport knows the socket.
-        proxy = xmlrpc.client.ServerProxy("http://127.0.0.1", transport=transport)
-        self._rpc: Any = proxy.supervisor
+        self._address = f"unix://{run_dir / SUPERVISOR_SOCKET}"
 
     def processes(self) -> list[dict[str, Any]]:
-        """Return supervisor's own record of every program. Raises OSError when it is not there."""
-        found: list[dict[str, Any]] = self._rpc.getAllProcessInfo()
+        """Return supervisor's own record of every program."""
+        found: list[dict[str, Any]] = self._call("getAllProcessInfo")
         return [info for info in found if info["name"] != RESTARTER]
 
     def stop(self, wanted: Callable[[str], bool]) -> None:
         """Tell the programs whose name is wanted to stop, all at once; does not wait."""
-        for info in self._rpc.getAllProcessInfo():
+        for info in self._call("getAllProcessInfo"):
             if not wanted(info["name"]):
                 continue
             try:
-                self._rpc.stopProcess(f"{info['group']}:{info['name']}", False)
+                self._call("stopProcess", f"{info['group']}:{info['name']}", False)
             except xmlrpc.client.Fault:
                 continue  # It is not running, which is what is wanted.
 
     def shutdown(self) -> None:
         """Stop what is left, in order, and then supervisor itself; does not wait."""
-        self._rpc.shutdown()
+        self._call("shutdown")
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        from supervisor.xmlrpc import SupervisorTransport
+
+        # A connection of its own for each call: supervisor's transport never recovers from an
+        # error on the one it keeps.
+        transport = SupervisorTransport(None, None, self._address)
+        # The address is a formality: the transport knows the socket.
+        proxy = xmlrpc.client.ServerProxy("http://127.0.0.1", transport=transport)
+        try:
+            return getattr(proxy.supervisor, method)(*arguments)
+        except (http.client.HTTPException, xmlrpc.client.ProtocolError) as error:
+            raise ConnectionError(f"supervisor does not answer: {error}") from None
+        finally:
+            transport.close()

@@ -1,0 +1,193 @@
+"""A cluster of real processes: up, status, chat, restarts, down, and what kills leave behind."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.cli.client import GatewayClient
+from support.ops_cluster import OpsCluster, ops_cluster, wait_until
+
+ENDS_WITHIN_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def shared_cluster() -> Iterator[OpsCluster]:
+    """One running cluster for the tests that leave it as it was."""
+    with ops_cluster() as cluster:
+        cluster.up()
+        yield cluster
+
+
+def _serves(cluster: OpsCluster) -> bool:
+    return GatewayClient(f"http://127.0.0.1:{cluster.port}").health()[0]
+
+
+def test_a_cluster_answers_and_status_tells_about_every_process(
+    shared_cluster: OpsCluster,
+) -> None:
+    """An answer streams; each process has a pid, a lease and a report of its own."""
+    assert "tokens" in shared_cluster.ask()
+    picture = shared_cluster.status()
+    assert picture["ready"]
+    rows = {row["process"]: row for row in picture["processes"]}
+    assert set(rows) == {"gateway-0", "router-0", "prefill-0", "decode-0", "ledger"}
+    for name in ("gateway-0", "router-0", "prefill-0", "decode-0"):
+        assert rows[name]["state"] == "running"
+        assert rows[name]["lease_ms"] > 0
+        assert rows[name]["report"]["worker_id"] == name
+    table = shared_cluster.baton("status")
+    assert table.returncode == 0
+    for name in rows:
+        assert name in table.stdout
+
+
+def test_up_leaves_a_running_cluster_alone(shared_cluster: OpsCluster) -> None:
+    """A second `up` is fine and starts nothing."""
+    before = shared_cluster.supervisor()
+    done = shared_cluster.baton("up")
+    assert done.returncode == 0
+    assert "already running" in done.stdout
+    assert shared_cluster.supervisor() == before
+
+
+def test_another_clusters_port_is_named_with_its_user(shared_cluster: OpsCluster) -> None:
+    """A taken port is exit code 75 and one line with the port, the process and the way out."""
+    with ops_cluster() as second:
+        done = second.baton("up", BATON_GATEWAY_PORT=str(shared_cluster.port))
+        assert done.returncode == 75
+        assert f":{shared_cluster.port}" in done.stderr
+        assert "pid" in done.stderr
+        assert "BATON_GATEWAY_PORT" in done.stderr
+        assert second.left_behind() == []
+
+
+def test_two_clusters_live_side_by_side(shared_cluster: OpsCluster) -> None:
+    """A second cluster of the same user serves, and its end harms nobody."""
+    with ops_cluster() as second:
+        second.up()
+        second.ask()
+        assert second.down().returncode == 0
+        assert second.left_behind() == []
+    shared_cluster.ask()
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0", "router-0", "gateway-0", "ledger"])
+def test_a_killed_process_comes_back_by_itself(shared_cluster: OpsCluster, name: str) -> None:
+    """kill -9 of any process: it is restarted and the cluster serves again, untouched."""
+    before = shared_cluster.process(name)
+    before.send(signal.SIGKILL)
+    wait_until(lambda: not before.is_alive(), 5.0, "killed")
+
+    def back() -> bool:
+        rows = {row["process"]: row for row in shared_cluster.status()["processes"]}
+        return rows[name].get("pid") not in (None, before.pid) and _serves(shared_cluster)
+
+    wait_until(back, 30.0, f"{name} serves again{shared_cluster.logs()}")
+    assert "tokens" in shared_cluster.ask()
+
+
+def test_down_leaves_nothing_behind() -> None:
+    """Processes, sockets, shared memory and the ledger's data are gone; logs stay."""
+    with ops_cluster() as cluster:
+        cluster.up()
+        cluster.ask()
+        done = cluster.down()
+        assert done.returncode == 0, done.stderr
+        assert cluster.left_behind() == []
+        assert (cluster.run_dir / "logs" / "decode-0.log").stat().st_size > 0
+        assert cluster.down().returncode == 0
+
+
+def test_everything_ends_with_a_killed_supervisor_and_the_next_start_reclaims() -> None:
+    """kill -9 of supervisor: no process 5 s later; `up` serves again; `down` leaves nothing."""
+    with ops_cluster() as cluster:
+        cluster.up()
+        supervisor = cluster.supervisor()
+        supervisor.send(signal.SIGKILL)
+        wait_until(
+            lambda: not [p for p in cluster.left_behind() if p.startswith("pid")],
+            ENDS_WITHIN_S,
+            f"the workers end{cluster.logs()}",
+        )
+        cluster.up()
+        cluster.ask()
+        assert cluster.down().returncode == 0
+        assert cluster.left_behind() == []
+
+
+def test_down_clears_up_after_a_killed_cluster() -> None:
+    """`down` after kill -9 of supervisor removes what nobody owns any more."""
+    with ops_cluster() as cluster:
+        cluster.up()
+        cluster.supervisor().send(signal.SIGKILL)
+        assert cluster.down().returncode == 0
+        assert cluster.left_behind() == []
+
+
+def test_a_configuration_error_of_a_worker_is_told_and_not_retried() -> None:
+    """An arena that cannot fit: exit code 78, the worker's own words, one start."""
+    with ops_cluster(BATON_ARENA_SIZE_MB="900000000") as cluster:
+        done = cluster.baton("up")
+        assert done.returncode == 78
+        assert "decode-0" in done.stderr
+        log = (cluster.run_dir / "logs" / "supervisord.log").read_text()
+        assert log.count("spawned: 'decode-0'") == 1
+        assert cluster.left_behind() == []
+
+
+def test_colocated_mode_and_a_long_path_with_spaces(tmp_path: Path) -> None:
+    """From a folder of 150 characters with spaces, without a run directory of one's own."""
+    folder = tmp_path / ("a folder with spaces " * 8)[: 150 - len(str(tmp_path))].strip()
+    folder.mkdir()
+    (folder / "baton.toml").write_text('[cluster]\nmode = "colocated"\n')
+    with ops_cluster() as cluster:
+        cluster.cwd = folder
+        cluster.up()
+        picture = cluster.status()
+        assert picture["cluster"]["mode"] == "colocated"
+        assert "prefill-0" not in {row["process"] for row in picture["processes"]}
+        cluster.ask()
+        assert cluster.down().returncode == 0
+        assert cluster.left_behind() == []
+
+
+def test_two_gateways_share_one_port() -> None:
+    """With [cluster] gateways = 2 one port is served by both, and by one when the other dies."""
+    with ops_cluster(BATON_CLUSTER_GATEWAYS="2") as cluster:
+        cluster.up()
+        cluster.process("gateway-0").send(signal.SIGKILL)
+        cluster.ask()
+        assert cluster.down().returncode == 0
+        assert cluster.left_behind() == []
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_tried_slowly_and_taken_when_free() -> None:
+    """A port in use for 60 s: 4 to 15 starts in that time, serving within 20 s of its release."""
+    with ops_cluster() as cluster:
+        cluster.up()
+        log = cluster.run_dir / "logs" / "supervisord.log"
+        with socket.socket() as squatter:
+            squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            cluster.process("gateway-0").send(signal.SIGKILL)
+
+            def taken() -> bool:
+                try:
+                    squatter.bind(("127.0.0.1", cluster.port))
+                    squatter.listen()
+                except OSError:
+                    return False
+                return True
+
+            wait_until(taken, 10.0, "the port is ours")
+            before = log.read_text().count("spawned: 'gateway-0'")
+            with pytest.raises(AssertionError):
+                wait_until(lambda: False, 60.0, "a minute")
+            starts = log.read_text().count("spawned: 'gateway-0'") - before
+            assert 4 <= starts <= 15
+        wait_until(lambda: _serves(cluster), 20.0, "serving again")

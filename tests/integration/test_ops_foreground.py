@@ -1,0 +1,163 @@
+"""`make run`: a terminal's Ctrl-C ends it with exit code 0; a killed make takes all with it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.cli.processes import name_of
+from support.ops_cluster import OpsCluster, ops_cluster, wait_until
+
+MAKE = shutil.which("make")
+MAKEFILE = "run:\n\t@exec {python} -m baton.cli.main run --end-with-parent\n"
+
+pytestmark = pytest.mark.skipif(MAKE is None, reason="make is not on this machine")
+
+
+def _makefile(folder: Path) -> Path:
+    path = folder / "Makefile"
+    path.write_text(MAKEFILE.format(python=sys.executable))
+    return path
+
+
+def _read_until(terminal: int, text: str, seconds: float) -> str:
+    """Return what the terminal showed until ``text``; or all of it at its end."""
+    seen, deadline = "", time.monotonic() + seconds
+    while text not in seen:
+        left = deadline - time.monotonic()
+        assert left > 0, f"not shown: {text!r}; shown: {seen}"
+        if not select.select([terminal], [], [], left)[0]:
+            continue
+        try:
+            seen += os.read(terminal, 4096).decode(errors="replace")
+        except OSError:
+            return seen
+    return seen
+
+
+def _start_in_terminal(cluster: OpsCluster, makefile: Path) -> tuple[int, int]:
+    """Run make as a shell's foreground job in a terminal of its own; return pid and terminal."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cluster.cwd)
+        assert MAKE is not None
+        os.execve(MAKE, ["make", "-f", str(makefile), "run"], cluster.env())
+    return pid, terminal
+
+
+def _exit_code(pid: int, terminal: int) -> int:
+    """Wait for make; return its exit code, or the negative number of its signal."""
+    codes: list[int] = []
+
+    def ended() -> bool:
+        # A terminal nobody reads would stop the one that writes.
+        if select.select([terminal], [], [], 0)[0]:
+            try:
+                os.read(terminal, 4096)
+            except OSError:
+                pass
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            codes.append(os.waitstatus_to_exitcode(status))
+        return bool(done)
+
+    wait_until(ended, 30.0, "make ends")
+    return codes[0]
+
+
+def test_ctrl_c_in_a_terminal_ends_make_run_with_exit_code_0(tmp_path: Path) -> None:
+    """An answer streams, Ctrl-C stops everything in order, make reports success."""
+    with ops_cluster() as cluster:
+        pid, terminal = _start_in_terminal(cluster, _makefile(tmp_path))
+        try:
+            shown = _read_until(terminal, "Ctrl-C stops everything", 60)
+            assert "tokens/s" in shown
+            assert f"http://127.0.0.1:{cluster.port}/v1" in shown
+            os.write(terminal, b"\x03")
+            _read_until(terminal, "nothing is left behind", 30)
+            assert _exit_code(pid, terminal) == 0
+        finally:
+            os.close(terminal)
+        assert cluster.left_behind() == []
+
+
+def test_ctrl_c_while_it_starts_ends_it_too(tmp_path: Path) -> None:
+    """Ctrl-C before the cluster is ready leaves nothing and is no error."""
+    with ops_cluster(BATON_FAKE_WARM_UP_MS="20000") as cluster:
+        pid, terminal = _start_in_terminal(cluster, _makefile(tmp_path))
+        try:
+            _read_until(terminal, "decode-0", 60)
+            os.write(terminal, b"\x03")
+            assert _exit_code(pid, terminal) == 0
+        finally:
+            os.close(terminal)
+        assert cluster.left_behind() == []
+
+
+def _start(cluster: OpsCluster, makefile: Path, output: Path) -> subprocess.Popen[bytes]:
+    """Run make without a terminal, as CI does, and wait until it serves."""
+    assert MAKE is not None
+    with output.open("wb") as out:
+        make = subprocess.Popen(
+            [MAKE, "-f", str(makefile), "run"],
+            env=cluster.env(),
+            cwd=cluster.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    wait_until(
+        lambda: "Ctrl-C stops everything" in output.read_text() or make.poll() is not None,
+        60.0,
+        "make run serves",
+    )
+    assert make.poll() is None, output.read_text() + cluster.logs()
+    return make
+
+
+def test_everything_ends_with_a_killed_make(tmp_path: Path) -> None:
+    """kill -9 of make: no process of the cluster 5 s later."""
+    with ops_cluster() as cluster:
+        make = _start(cluster, _makefile(tmp_path), tmp_path / "out")
+        make.kill()
+        make.wait()
+        wait_until(
+            lambda: not [p for p in cluster.left_behind() if p.startswith("pid")],
+            5.0,
+            "all processes end",
+        )
+        cluster.up()
+        assert cluster.down().returncode == 0
+        assert cluster.left_behind() == []
+
+
+def test_an_interrupt_without_a_terminal_ends_with_exit_code_0(tmp_path: Path) -> None:
+    """SIGINT to the command itself, as CI sends it: everything stops, make reports success."""
+    with ops_cluster() as cluster:
+        output = tmp_path / "out"
+        make = _start(cluster, _makefile(tmp_path), output)
+        children = Path(f"/proc/{make.pid}/task/{make.pid}/children").read_text().split()
+        run = name_of(int(children[0]))
+        assert run is not None
+        run.send(signal.SIGINT)
+        assert make.wait(timeout=30) == 0
+        assert "nothing is left behind" in output.read_text()
+        assert cluster.left_behind() == []
+
+
+def test_one_shot_stops_after_the_answer() -> None:
+    """`baton run --oneshot` answers, stops and exits 0."""
+    with ops_cluster() as cluster:
+        done = cluster.baton("run", "--oneshot", "--prompt", "Hello")
+        assert done.returncode == 0, done.stdout + done.stderr + cluster.logs()
+        assert "tokens" in done.stdout
+        assert cluster.left_behind() == []
