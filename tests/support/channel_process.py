@@ -45,7 +45,7 @@ def open_arena(given: dict[str, Any]) -> ShmArena:
 
 
 def store(given: dict[str, Any]) -> None:
-    """Store into blocks ``first .. last`` from some threads, once told to, without ever stopping."""
+    """Once told to, store into blocks ``first .. last`` from some threads for ever."""
     view = open_arena(given).memory
     part = view[given["first"] * LAYOUT.block_bytes : given["last"] * LAYOUT.block_bytes]
     say("mapped")
