@@ -5,24 +5,27 @@ Decides the shape of that bargain only; ``baton.runtime.shell`` keeps it.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from baton.core.ids import Compat, Member, Peer, Role
-from baton.ports.clock import Clock
-from baton.ports.ledger import Ledger
-from baton.ports.transport import Transport
-from baton.runtime.cores import Placement
-from baton.runtime.driver import Crash, Executor
-from baton.runtime.logs import FilteringBoundLogger
-from baton.runtime.metrics import Metrics
-from baton.runtime.settings import Config
+if TYPE_CHECKING:
+    # A service's __main__ imports this module before anything else is allowed to be loaded.
+    import asyncio
+    from pathlib import Path
+
+    from baton.core.ids import Compat, Member, Peer, Role
+    from baton.ports.clock import Clock
+    from baton.ports.ledger import Ledger
+    from baton.ports.transport import Transport
+    from baton.runtime.cores import Placement
+    from baton.runtime.driver import Crash, Executor
+    from baton.runtime.logs import FilteringBoundLogger
+    from baton.runtime.metrics import Metrics
+    from baton.runtime.settings import Config
 
 EX_OK = 0
 EX_BUG = 70
