@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from baton.core.ids import Member, Peer, Role
+from baton.ports.transport import PeerLost
 from baton.runtime.members import DIALS, LinkWatch, to_dial
 
 ROLES = (Role.ROUTER, Role.PREFILL, Role.DECODE, Role.GATEWAY)
@@ -52,15 +53,15 @@ def test_most_links_lost_is_cut_off() -> None:
     watch = watch_of(Role.DECODE)
     for role in (Role.ROUTER, Role.GATEWAY):
         for number in (0, 1):
-            watch.lost(member(role, number).peer, "silent for 2000 ms", 10.0)
-    assert watch.cut_off(11.0) is None
-    assert watch.cut_off(11.6) == Peer("gateway-0", 7)
+            watch.lost(PeerLost(member(role, number).peer, "silent for 2000 ms"), 10.0)
+    assert watch.cut_off(14.9) is None
+    assert watch.cut_off(15.0) == Peer("gateway-0", 7)
 
 
 def test_one_link_lost_is_the_other_side_s_matter() -> None:
     """Who lost one link of many waits for the other side to start anew, and then is well."""
     watch = watch_of(Role.GATEWAY)
-    watch.lost(Peer("router-0", 7), "silent for 2000 ms", 10.0)
+    watch.lost(PeerLost(Peer("router-0", 7), "silent for 2000 ms"), 10.0)
     assert watch.cut_off(1000.0) is None
     watch.members([one for one in ALL if one.peer.worker_id != "router-0"])
     watch.members(ALL)
@@ -70,24 +71,23 @@ def test_one_link_lost_is_the_other_side_s_matter() -> None:
 def test_two_that_lost_each_other() -> None:
     """If neither has lost most of its links, the one whose restart costs least starts anew."""
     watch = watch_of(Role.ROUTER)
-    watch.lost(Peer("gateway-0", 7), "left 4096 messages unacknowledged", 10.0)
-    assert watch.cut_off(15.0) is None
-    assert watch.cut_off(16.0) == Peer("gateway-0", 7)
+    watch.lost(PeerLost(Peer("gateway-0", 7), "left 4096 messages unacknowledged"), 10.0)
+    assert watch.cut_off(24.9) is None
+    assert watch.cut_off(25.0) == Peer("gateway-0", 7)
 
 
 def test_what_is_not_cut_off() -> None:
     """Dead peers, peers that left, and pairs that never fitted are no reason to start anew."""
     watch = watch_of(Role.DECODE)
     for other in ALL:
-        watch.lost(other.peer, "died", 10.0)
+        watch.lost(PeerLost(other.peer, "died"), 10.0)
     assert watch.cut_off(1000.0) is None
     fresh = LinkWatch(Peer("decode-0", 7), Role.DECODE)
     fresh.members(ALL)
     for other in ALL:
-        fresh.lost(other.peer, "decode-0/7 and router-0/7 differ: dtype", 10.0)
+        fresh.lost(PeerLost(other.peer, "decode-0/7 and router-0/7 differ: dtype"), 10.0)
     assert fresh.cut_off(1000.0) is None
     left = watch_of(Role.DECODE)
     for other in ALL:
-        left.lost(other.peer, "said goodbye", 10.0)
-    left.members([])
+        left.lost(PeerLost(other.peer, "said goodbye", gone=True), 10.0)
     assert left.cut_off(1000.0) is None

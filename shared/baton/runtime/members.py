@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from baton.core.ids import Member, Peer, Role
+from baton.ports.transport import PeerLost
 
 #: Role -> the roles it dials. The command line dials anybody and is dialled by nobody.
 DIALS: Mapping[Role, frozenset[Role]] = {
@@ -29,18 +30,17 @@ def to_dial(me: Peer, role: Role, members: Iterable[Member]) -> list[Member]:
 
 
 class LinkWatch:
-    """Knows when this process is cut off from living peers and so must start anew.
+    """Knows when this process stays cut off from living peers and so must start anew.
 
-    A link that ended is over for this pair of incarnations. A process that was frozen for longer
-    than ``peer_silent_ms`` thaws, gets its lease back, and would live on without a link. Whoever
-    was frozen has lost most of its links, its peers only one each: so a process gives up when it
-    is cut off from more than half of those it should have a link with. If nobody has lost most
-    (two processes that lost each other), the one whose restart costs least gives up, later.
+    A lost link to a living process is opened anew (``Membership`` dials again at every beat). This
+    is the last resort where that does not help: without it a process could hold its lease and live
+    on without links. Whoever was frozen has lost most of its links, its peers only one each: so a
+    process gives up when it stays cut off from more than half of those it should have a link with.
+    If nobody has lost most (two that lost each other), the one whose restart costs least gives up.
     """
 
-    #: Longer than it takes to hear from the ledger that a peer has left.
-    MOST_S = 1.5
-    ANY_S = 6.0
+    MOST_S = 5.0
+    ANY_S = 15.0
     _COST: Mapping[Role, int] = {
         Role.ROUTER: 0,
         Role.PREFILL: 1,
@@ -65,14 +65,12 @@ class LinkWatch:
         }
         self._lost = {peer: at for peer, at in self._lost.items() if peer in self._expected}
 
-    def lost(self, peer: Peer, reason: str, now: float) -> None:
-        """A link ended. (One that says goodbye may have given *us* up; who leaves is struck off.)
-
-        A peer that never was linked (it does not fit, or does not answer) is not one we lost.
-        """
-        if peer in self._linked and reason != "died":
-            self._lost.setdefault(peer, now)
-        self._linked.discard(peer)
+    def lost(self, event: PeerLost, now: float) -> None:
+        """A link ended. A peer that is gone is not one we are cut off from, and neither is one
+        that never was linked (it does not fit, or does not answer)."""
+        if event.peer in self._linked and not event.gone and event.reason != "died":
+            self._lost.setdefault(event.peer, now)
+        self._linked.discard(event.peer)
 
     def up(self, peer: Peer) -> None:
         """A link opened."""

@@ -1,7 +1,7 @@
 """This process among the others: its lease, who it dials, which links it has.
 
-Decides when it is cut off and must start anew (with ``LinkWatch``), and answers reports; all
-other events go on to the service's machine as they came.
+Decides when links are dialled again, and when the process stays cut off and must start anew (with
+``LinkWatch``); answers reports. All other events go on to the service's machine as they came.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.core.events import LeaseChanged
+from baton.core.ids import Member
 from baton.core.lifecycles import LeaseState
 from baton.ports.lease import MembersChanged, Replaced
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received, TransportEvent
@@ -33,6 +34,7 @@ class Membership:
         self._context = context
         self._report = report
         self._held = held
+        self._members: tuple[Member, ...] = ()
         self._links = LinkWatch(context.me, context.role)
 
     @property
@@ -56,7 +58,7 @@ class Membership:
                 self._links.up(member.peer)
                 context.log.info("peer_up", peer=member.peer)
             case PeerLost(peer, reason):
-                self._links.lost(peer, reason, context.clock.now())
+                self._links.lost(event, context.clock.now())
                 context.metrics.measure("peers_lost_total", labels={"reason": lost_word(reason)})
                 context.log.warning("peer_lost", peer=peer, reason=reason)
             case PeerRefused(worker_id, text):
@@ -67,7 +69,8 @@ class Membership:
         context.feed(event)
 
     def look_around(self) -> None:
-        """End the process if it is cut off from peers that live."""
+        """Dial again whoever is not linked; end the process if it stays cut off all the same."""
+        self._dial()
         peer = self._links.cut_off(self._context.clock.now())
         if peer is not None:
             self._context.end(EX_AGAIN, f"cut off from {peer}, which lives: starting anew")
@@ -86,8 +89,13 @@ class Membership:
         self._context.feed(change)
 
     def _members_changed(self, change: MembersChanged) -> None:
+        self._members = change.members
         self._links.members(change.members)
-        for member in to_dial(self._context.me, self._context.role, change.members):
+        self._dial()
+
+    def _dial(self) -> None:
+        # Idempotent for those that are linked or being dialled.
+        for member in to_dial(self._context.me, self._context.role, self._members):
             self._context.transport.dial(member)
 
     def _replaced(self, _: Replaced) -> None:
