@@ -27,6 +27,7 @@ from baton.ports.ledger import (
     LeaseHeld,
     PlaceRequest,
     RenewLease,
+    Reply,
     RetryRequest,
     Unavailable,
 )
@@ -42,7 +43,7 @@ from support.ledger_bench import (
     member,
     spec,
 )
-from support.ledger_client import LeaseShell, ask, ask_all, ask_until_available, open_ledger, until
+from support.ledger_client import LeaseShell, ask, ask_until_available, open_ledger, until
 from support.ledger_proxy import LedgerProxy
 from support.ledger_server import LedgerServer
 
@@ -200,16 +201,25 @@ def test_a_restarted_worker_replaces_its_frozen_former_self(server: LedgerServer
 def test_forgotten_scripts_are_loaded_again_in_order(
     server: LedgerServer, admin: redis.Redis
 ) -> None:
-    """SCRIPT FLUSH under a full pipeline: every op is executed once, answers stay in order."""
+    """SCRIPT FLUSH under a full pipeline: every op is executed once, answers stay in order, also
+    of calls that were already on their way when the first NOSCRIPT came back."""
 
     async def test() -> None:
-        async with open_ledger(server.url) as ledger:
+        async with LedgerProxy(server.socket_path) as proxy, open_ledger(proxy.url) as ledger:
+            proxy.delay_s = 0.01
             for turn in range(5):
                 admin.script_flush()
-                names = [f"s{turn}-{number}" for number in range(100)]
-                answers = await ask_all(ledger, [op for name in names for op in life(name)])
-                assert all(isinstance(answer, Done) for _, answer in answers)
-                assert [place for place, _ in answers] == list(range(600))
+                ops = [op for number in range(60) for op in life(f"s{turn}-{number}")]
+                answers: list[Reply | Unavailable] = []
+                for wave in range(0, len(ops), 30):
+                    for op in ops[wave : wave + 30]:
+                        ledger.call(op, answers.append)
+                    await asyncio.sleep(0.002)
+                await until(lambda wanted=len(ops), got=answers: len(got) == wanted)
+                wanted = [S.ADMITTED, S.PLACED, S.PREFILLING, S.COMMITTED, S.DECODING, S.COMPLETED]
+                for place, answer in enumerate(answers):
+                    assert isinstance(answer, Done), answer
+                    assert answer.state is wanted[place % 6]
             assert ledger.connects == 1
 
     run(test)

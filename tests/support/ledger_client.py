@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 
 from baton.core.events import LeaseChanged, TimePassed
 from baton.core.ids import Member
@@ -38,19 +37,6 @@ def ask(ledger: RedisLedger, op: AnyOp) -> asyncio.Future[Reply | Unavailable]:
     future: asyncio.Future[Reply | Unavailable] = asyncio.get_running_loop().create_future()
     ledger.call(op, future.set_result)
     return future
-
-
-async def ask_all(ledger: RedisLedger, ops: list[AnyOp]) -> list[tuple[int, Reply | Unavailable]]:
-    """Call all at once; return (place of the op, answer) in the order of the answers."""
-    answers: list[tuple[int, Reply | Unavailable]] = []
-
-    def note(place: int, reply: Reply | Unavailable) -> None:
-        answers.append((place, reply))
-
-    for place, op in enumerate(ops):
-        ledger.call(op, partial(note, place))
-    await until(lambda: len(answers) == len(ops))
-    return answers
 
 
 async def ask_until_available(ledger: RedisLedger, op: AnyOp) -> Reply:
