@@ -72,6 +72,7 @@ class Line:
         self._become(LineState.UP)
         self.member = member
         self.route = route
+        self.gave_up = False
         self._hello_due = False
         self.link.heard(now)
 
