@@ -1,0 +1,70 @@
+"""``python -m baton.bench``: run the benchmarks, write results with conditions, print tables."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+
+from baton.bench import control_plane, handover, interference
+from baton.bench.conditions import conditions, others_cpu_s
+
+Bench = tuple[Callable[[bool], dict[str, object]], Callable[[dict[str, object]], str]]
+
+BENCHES: dict[str, Bench] = {
+    "handover": (lambda quick: handover.measure(repeats=2 if quick else 10), handover.page),
+    "interference": (
+        lambda quick: interference.measure(
+            calm_s=10 if quick else 30, disturbed_s=20 if quick else 60
+        ),
+        interference.page,
+    ),
+    "control_plane": (
+        lambda quick: control_plane.measure(requests=20 if quick else 200),
+        control_plane.page,
+    ),
+}
+
+
+def main() -> int:
+    """Run the named benchmarks, all by default."""
+    parser = argparse.ArgumentParser(prog="baton.bench", description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="a look, not a result worth keeping")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="where results go")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in BENCHES]
+    if unknown:
+        parser.error(f"unknown benchmark {unknown[0]!r}: allowed are {', '.join(BENCHES)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.names or BENCHES:
+        _run(name, quick=options.quick, out=options.out)
+    return 0
+
+
+def _run(name: str, *, quick: bool, out: Path) -> None:
+    measure, page = BENCHES[name]
+    given = {key: value for key, value in os.environ.items() if key.startswith("BATON_")}
+    facts = conditions() | {"quick": quick, "settings": given}
+    began, cpu = time.monotonic(), others_cpu_s()
+    result = measure(quick)
+    facts["seconds"] = round(time.monotonic() - began, 1)
+    facts["machine_cpu_seconds"] = round(others_cpu_s() - cpu, 1)
+    facts["load_average_at_end"] = os.getloadavg()
+    text = page(result)
+    record = {"benchmark": name, "conditions": facts, "result": result}
+    raw = orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    (out / f"{name}.json").write_bytes(raw)
+    lines = [f"- {key}: {value}" for key, value in facts.items()]
+    body = f"# {name}\n\n{text}\n\n## Conditions\n\n" + "\n".join(lines) + "\n"
+    (out / f"{name}.md").write_text(body, encoding="utf-8")
+    sys.stdout.write(f"{text}\n\n{name}: {out / f'{name}.md'}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

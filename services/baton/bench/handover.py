@@ -1,0 +1,69 @@
+"""Hand-over: from prefill's last store into the arena to decode's admission, by prompt length.
+
+Claims under test: it takes about a millisecond with decode idle, does not depend on the prompt's
+length (only the last chunk's check is in the path), and no KV byte is copied on the way.
+"""
+
+from __future__ import annotations
+
+from baton.bench.cluster import BenchCluster, bench_cluster
+from baton.bench.figures import spread_ms, table
+from baton.bench.streams import Background, complete, random_prompt
+
+LENGTHS = (100, 500, 1000, 2000, 4000)
+
+
+def measure(*, repeats: int, lengths: tuple[int, ...] = LENGTHS) -> dict[str, object]:
+    """Return the hand-over times by length, with decode idle and with 4 streams decoding."""
+    with bench_cluster() as cluster:
+        complete(cluster, random_prompt(64, 1), 4)
+        idle = {str(n): _series(cluster, n, repeats, seed=n) for n in lengths}
+        background = Background(cluster, 4, prompt_tokens=64, max_tokens=200, seed=7_000_000)
+        busy = {
+            str(n): _series(cluster, n, max(2, repeats // 2), seed=50_000 + n)
+            for n in lengths
+            if n <= 2000
+        }
+        background.stop()
+        metrics = cluster.metrics()
+    total = {
+        name: sum(value for (sample, _), value in metrics.items() if sample == name)
+        for name in ("baton_kv_copied_bytes_total", "baton_handover_bytes_total")
+    }
+    return {"idle": idle, "with_4_streams": busy, "bytes": total, "repeats": repeats}
+
+
+def _series(cluster: BenchCluster, tokens: int, repeats: int, *, seed: int) -> dict[str, object]:
+    """Return the hand-over times of ``repeats`` prompts of that length, from decode's own log."""
+    times: list[float] = []
+    prefill: list[float] = []
+    for number in range(repeats):
+        stream = complete(cluster, random_prompt(tokens, seed * 100 + number), 2)
+        if stream.error:
+            raise RuntimeError(stream.error)
+        blocks = -(-tokens // 16)
+        fitting = [e for e in cluster.events("decode-0", "committed") if e["blocks"] == blocks]
+        times.append(float(str(fitting[-1]["handover_ms"])) / 1e3)
+        prefill.append(float(str(fitting[-1]["prefill_ms"])) / 1e3)
+    return {"handover_ms": spread_ms(times), "prefill_ms": spread_ms(prefill)}
+
+
+def page(result: dict[str, object]) -> str:
+    """Return the table."""
+    rows = []
+    for title, key in (("decode idle", "idle"), ("4 streams decoding", "with_4_streams")):
+        series = result[key]
+        assert isinstance(series, dict)
+        for length, figures in series.items():
+            hand, fill = figures["handover_ms"], figures["prefill_ms"]
+            rows.append(
+                (title, length, hand["count"], hand["p50"], hand["max"], round(fill["p50"]))
+            )
+    moved = result["bytes"]
+    assert isinstance(moved, dict)
+    header = ("decode", "prompt tokens", "n", "p50 ms", "max ms", "prefill p50 ms")
+    return (
+        f"{table(header, rows)}\n\n"
+        f"KV bytes handed over: {moved['baton_handover_bytes_total']:.0f}; copied on the way: "
+        f"{moved['baton_kv_copied_bytes_total']:.0f}."
+    )
