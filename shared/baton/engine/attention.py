@@ -27,15 +27,12 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from baton.engine.info import ModelRefused
 from baton.engine.plan import HIDDEN, TILE, ArenaPart, Chunk, DecodeRows, StepPlan, padded
 from baton.ports.engine import KVLayout
 
 #: Name under which transformers knows this attention.
 NAME = "baton_paged"
-
-
-class ModelRefused(ValueError):
-    """The model does something this engine would answer wrongly; the text says what."""
 
 
 class ArenaView:

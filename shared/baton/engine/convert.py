@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from baton.engine.attention import ModelRefused
+from baton.engine.info import ModelRefused
 from baton.engine.load import WEIGHTS_FILE
 from baton.engine.sources import ModelSource
 

@@ -7,6 +7,7 @@ without merges, so that token id and byte value are the same number and every te
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,23 @@ def write_fake_model(folder: Path) -> ModelInfo:
     folder.mkdir(parents=True, exist_ok=True)
     template = {"chat_template": _CHAT_TEMPLATE, "eos_token": "<|eos|>"}
     generation = {"eos_token_id": list(info.eos_ids)}
-    (folder / "tokenizer.json").write_bytes(_tokenizer())
-    (folder / "tokenizer_config.json").write_bytes(msgspec.json.encode(template))
-    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
-    (folder / "generation_config.json").write_bytes(msgspec.json.encode(generation))
-    (folder / INFO_FILE).write_bytes(msgspec.json.encode(info))
+    files = {
+        "tokenizer.json": _tokenizer(),
+        "tokenizer_config.json": msgspec.json.encode(template),
+        "chat_template.jinja": _CHAT_TEMPLATE.encode(),
+        "generation_config.json": msgspec.json.encode(generation),
+        INFO_FILE: msgspec.json.encode(info),
+    }
+    for name, content in files.items():
+        _replace(folder / name, content)
     return info
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write at once: every process of a cluster writes this folder when it starts."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_bytes(content)
+    fresh.replace(path)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -29,6 +29,10 @@ class ModelNotPrepared(ValueError):
     """The folder is not a prepared model, or a broken one; the text says which and what to do."""
 
 
+class ModelRefused(ValueError):
+    """The model does something this engine would answer wrongly; the text says what."""
+
+
 def read_info(model_dir: Path) -> ModelInfo:
     """Return the :class:`ModelInfo` of a prepared model.
 

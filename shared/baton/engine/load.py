@@ -18,8 +18,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from baton.engine import experts
 from baton.engine.attention import NAME
-from baton.engine.info import ModelNotPrepared
+from baton.engine.info import ModelNotPrepared, ModelRefused
+
+#: What a model's code may raise when it is made to do what it was not written for.
+FOREIGN_ERRORS = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -56,12 +67,29 @@ def load_model(model_dir: Path, dtype: str) -> Any:
 
 
 def empty_model(config: PretrainedConfig, dtype: str) -> Any:
-    """Return the modules with parameters on the meta device and buffers computed."""
+    """Return the modules with parameters on the meta device and buffers computed.
+
+    Raises:
+        ModelRefused: the architecture takes no registered attention.
+    """
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
 
     with init_empty_weights(include_buffers=False):
         make: Any = AutoModelForCausalLM.from_config
-        return make(config, dtype=getattr(torch, dtype), attn_implementation=NAME)
+        try:
+            model = make(config, dtype=getattr(torch, dtype), attn_implementation=NAME)
+        except FOREIGN_ERRORS as error:
+            raise ModelRefused(
+                f"{config.model_type} takes no registered attention ({error!r})"
+            ) from error
+    return with_padded_experts(model)
+
+
+def with_padded_experts(model: Any) -> Any:
+    """Give the model the row-invariant experts, if it has any that can be replaced."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(experts.NAME)
+    return model
 
 
 def _mapped(model_dir: Path, dtype: str) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from baton.engine.info import INFO_FILE, ModelNotPrepared, read_info
-from baton.engine.sources import ModelSource, find_source
+from baton.engine.info import INFO_FILE, ModelNotPrepared, ModelRefused, read_info
+from baton.engine.sources import ModelSource, ModelUnavailable, find_source
 from baton.ports.engine import ModelInfo
 
 #: What a folder was made from; its presence and content decide whether it may be used.
@@ -177,3 +178,30 @@ def _publish(work: Path, target: Path, source: ModelSource) -> Path:
         shutil.rmtree(target)
     work.rename(target)
     return target
+
+
+def main(arguments: list[str]) -> int:
+    """Prepare as a process of its own: ``python -m baton.engine.prepare SOURCE CACHE_DIR``."""
+    source, cache = arguments
+    from transformers.utils import logging
+
+    quiet: Callable[[], None] = logging.disable_progress_bar
+    quiet()
+    last = [""]
+
+    def progress(what: str, share: float) -> None:
+        if what != last[0]:
+            sys.stdout.write(f"{share:4.0%}  {what}\n")
+            sys.stdout.flush()
+            last[0] = what
+
+    try:
+        prepare(source, Path(cache), progress)
+    except (ModelUnavailable, ModelRefused, ModelNotPrepared) as error:
+        sys.stderr.write(f"{error}\n")
+        return os.EX_CONFIG
+    return os.EX_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -19,9 +19,10 @@ import torch
 import transformers
 
 from baton.core.sampling import SamplingParams
-from baton.engine.attention import NAME, ModelRefused
-from baton.engine.info import layout_of
-from baton.engine.load import load_model
+from baton.engine import experts
+from baton.engine.attention import NAME
+from baton.engine.info import ModelRefused, layout_of
+from baton.engine.load import FOREIGN_ERRORS, load_model
 from baton.engine.plan import TILE
 from baton.engine.torch_engine import TorchEngine
 from baton.ports.engine import ModelInfo, Row, SampleSpec, TokenIds
@@ -43,11 +44,7 @@ def prove(model_dir: Path, info: ModelInfo, progress: Callable[[float], None]) -
     Raises:
         ModelRefused: with the reason.
     """
-    try:
-        model = load_model(model_dir, "float32")
-    except (ValueError, NotImplementedError) as error:
-        raise ModelRefused(f"{info.architecture} takes no registered attention: {error}") from error
-    return prove_model(model, info, progress)
+    return prove_model(load_model(model_dir, "float32"), info, progress)
 
 
 def prove_model(
@@ -69,7 +66,7 @@ def prove_model(
         solo = run.alone()
     except ModelRefused:
         raise
-    except (AssertionError, TypeError, ValueError, RuntimeError, IndexError) as error:
+    except FOREIGN_ERRORS as error:
         raise ModelRefused(
             f"{info.architecture} cannot run with paged attention: {error}"
         ) from error
@@ -182,7 +179,7 @@ def _compare(
     model: Any, sequences: Sequence[TokenIds], found: Sequence[dict[int, torch.Tensor]]
 ) -> tuple[float, float]:
     """Return the largest difference from eager attention and the logits' standard deviation."""
-    model.set_attn_implementation("eager")
+    _use(model, attention="eager", moe="eager")
     worst, spreads = 0.0, []
     try:
         for ids, lines in zip(sequences, found, strict=True):
@@ -193,5 +190,11 @@ def _compare(
             worst = max(worst, float((ours - logits).abs().nan_to_num(torch.inf).max()))
             spreads.append(float(logits.std()))
     finally:
-        model.set_attn_implementation(NAME)
+        _use(model, attention=NAME, moe=experts.NAME)
     return worst, min(spreads)
+
+
+def _use(model: Any, *, attention: str, moe: str) -> None:
+    model.set_attn_implementation(attention)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(moe)
