@@ -65,6 +65,7 @@ class Cluster:
         self.run_dir = run_dir(config, environ)
         self._environ = environ
         self._tell = tell
+        self._source = str(config.path or "")
         self._child: subprocess.Popen[bytes] | None = None
 
     def running(self) -> ClusterRecord | None:
@@ -148,7 +149,7 @@ class Cluster:
             supervisor_started=started(pid) or 0,
             boot_id=record.boot_id(),
             baton_version=baton_version(),
-            settings_source=str(self.config.path or ""),
+            settings_source=self._source,
         )
 
     def _reclaim(self) -> None:

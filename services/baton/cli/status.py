@@ -118,7 +118,7 @@ def show(picture: Mapping[str, Any], found: ClusterRecord) -> None:
 
 
 def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
-    report = (row.get("report") or {}).get("machine") or {}
+    report = row.get("report") or {}
     state = row["state"]
     if row.get("exit_code") is not None:
         state = f"{state} {row['exit_code']}"
