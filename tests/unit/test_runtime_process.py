@@ -25,7 +25,7 @@ from baton.wire.messages import ReadReport, Report
 from support.ledger_server import LedgerServer
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 20.0
+PATIENCE_S = 30.0
 
 
 class Process:
@@ -308,6 +308,45 @@ def test_ends_with_its_parent(rig: Rig, behaviour: str) -> None:
         assert select.select([pidfd], [], [], 5.0)[0], "the worker outlives its parent"
     finally:
         os.close(pidfd)
+
+
+def test_no_moment_is_unwatched(rig: Rig) -> None:
+    """Whenever in its first moments a supervisor is killed, its worker ends within five seconds."""
+    supervisor = rig.run_dir / "supervisor.py"
+    supervisor.write_text(
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen(sys.argv[1:], stderr=subprocess.DEVNULL)\n"
+        "os.write(1, b'%d\\n' % child.pid)\n"
+        "child.wait()\n"
+    )
+    environ = rig.environ(SUPERVISOR_PROCESS_NAME="router-0", TEST_BEHAVIOUR="slow")
+    pidfds = []
+    for moment_s in (0.0, 0.01, 0.03, 0.1, 0.2, 0.4):
+        parent = subprocess.Popen(
+            [sys.executable, str(supervisor), *rig.command("router-0")],
+            stdout=subprocess.PIPE,
+            env=environ,
+        )
+        assert parent.stdout is not None
+        pidfds.append(os.pidfd_open(int(parent.stdout.readline())))
+        select.select([], [], [], moment_s)
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    ended = time.monotonic() + 5.0
+    for pidfd in pidfds:
+        left = max(0.0, ended - time.monotonic())
+        assert select.select([pidfd], [], [], left)[0], "a worker outlives its supervisor"
+        os.close(pidfd)
+
+
+@pytest.mark.slow
+def test_a_ledger_that_never_comes(rig: Rig) -> None:
+    """A process without a ledger gives up with 75 after a while, and says which one it wanted."""
+    rig.server.stop()
+    process = rig.start("router-0")
+    assert process.wait() == 75
+    assert "ledger.sock" in str(process.until("start_failed")["reason"])
 
 
 def test_an_adopted_worker_does_not_start(rig: Rig) -> None:

@@ -11,9 +11,11 @@ import argparse
 import faulthandler
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from baton.core.ids import Role
@@ -28,6 +30,9 @@ _WORKER_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 def main(role: Role, build: Build, argv: Sequence[str] | None = None) -> NoReturn:
     """Run the process; exit with its code."""
     arguments = _arguments(role, argv)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Until the shell takes signals over there is nothing to put in order.
+        signal.signal(number, _leave)
     watch = watch_parent(arguments.worker_id)
     faulthandler.enable()
     os.umask(0o077)
@@ -65,11 +70,17 @@ def run(
 
     from baton.runtime.shell import Shell
 
-    shell = Shell(role, worker_id, config, build=build, placement=placement, watch=watch)
+    shell = Shell(
+        role, worker_id, config, build=build, placement=placement, plan=plan.why, watch=watch
+    )
     try:
         return uvloop.run(shell.run())
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(0)
 
 
 def _arguments(role: Role, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -75,6 +75,7 @@ class Shell:
         *,
         build: Build,
         placement: Placement,
+        plan: str,
         watch: ParentWatch | None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
@@ -86,6 +87,7 @@ class Shell:
         self._role = role
         self._me = Peer(worker_id, host.new_incarnation())
         self._placement = placement
+        self._plan = plan
         self._log = logs.configure(
             config.cluster.log_level,
             bound={
@@ -136,6 +138,7 @@ class Shell:
             pid=os.getpid(),
             cores=list(self._placement.cores),
             threads=self._placement.threads,
+            plan=self._plan,
         )
         self._run_dir = run_dir(self._config)
         context = Context(
