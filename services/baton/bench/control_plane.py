@@ -6,10 +6,13 @@ the number of tokens show that no ledger call belongs to a token.
 
 from __future__ import annotations
 
+import time
+
 from baton.bench.cluster import BenchCluster, bench_cluster
 from baton.bench.figures import table
 from baton.bench.streams import complete, random_prompt
 
+IDLE_S = 10.0
 LEASE_OPS = ("AcquireLease", "RenewLease", "ReleaseLease")
 
 
@@ -17,22 +20,41 @@ def measure(*, requests: int) -> dict[str, object]:
     """Return CPU and ledger calls of requests with 2 and with 64 output tokens."""
     with bench_cluster(BATON_ENGINE_KIND="fake", BATON_ARENA_SIZE_MB="64") as cluster:
         _requests(cluster, 10, tokens=2, seed=1)
-        return {
-            str(tokens): _cost(cluster, requests, tokens, seed=tokens * 10_000)
+        idle = _idle(cluster)
+        runs = {
+            str(tokens): _cost(cluster, requests, tokens, seed=tokens * 10_000, idle=idle)
             for tokens in (2, 64)
         }
+    return {"idle_cpu_share": idle, "runs": runs}
 
 
-def _cost(cluster: BenchCluster, count: int, tokens: int, *, seed: int) -> dict[str, object]:
-    cpu_before = cluster.metrics()
+def _cpu(cluster: BenchCluster) -> dict[str, float]:
+    return {
+        worker: value
+        for (name, worker), value in cluster.metrics().items()
+        if name == "process_cpu_seconds_total"
+    }
+
+
+def _idle(cluster: BenchCluster) -> dict[str, float]:
+    """Return the share of a core that each process takes with nothing to do."""
+    before, began = _cpu(cluster), time.monotonic()
+    time.sleep(IDLE_S)
+    seconds = time.monotonic() - began
+    return {worker: (cpu - before[worker]) / seconds for worker, cpu in _cpu(cluster).items()}
+
+
+def _cost(
+    cluster: BenchCluster, count: int, tokens: int, *, seed: int, idle: dict[str, float]
+) -> dict[str, object]:
+    cpu_before, began = _cpu(cluster), time.monotonic()
     calls_before = cluster.counts_by_label("baton_ledger_calls_total", "op")
     _requests(cluster, count, tokens=tokens, seed=seed)
-    cpu_after = cluster.metrics()
+    seconds = time.monotonic() - began
     calls_after = cluster.counts_by_label("baton_ledger_calls_total", "op")
     cpu = {
-        worker: (cpu_after[name, worker] - value) / count * 1e3
-        for (name, worker), value in cpu_before.items()
-        if name == "baton_process_cpu_seconds_total"
+        worker: (value - cpu_before[worker] - idle[worker] * seconds) / count * 1e3
+        for worker, value in _cpu(cluster).items()
     }
     calls = {
         op: (value - calls_before.get(op, 0.0)) / count
@@ -53,8 +75,10 @@ def _requests(cluster: BenchCluster, count: int, *, tokens: int, seed: int) -> N
 def page(result: dict[str, object]) -> str:
     """Return the table."""
     rows = []
-    for tokens, figures in result.items():
-        assert isinstance(figures, dict)
+    runs, idle = result["runs"], result["idle_cpu_share"]
+    assert isinstance(runs, dict)
+    assert isinstance(idle, dict)
+    for tokens, figures in runs.items():
         cpu, calls = figures["cpu_ms_per_request"], figures["ledger_calls_per_request"]
         words = ", ".join(f"{op} {value:.2f}" for op, value in sorted(calls.items()) if value)
         rows.append(
@@ -75,4 +99,5 @@ def page(result: dict[str, object]) -> str:
         "ledger calls/request",
         "by transition",
     )
-    return table(header, rows)
+    shares = ", ".join(f"{worker} {share:.1%}" for worker, share in sorted(idle.items()))
+    return f"{table(header, rows)}\n\nTaken off, CPU with nothing to do: {shares} of a core."
