@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import uvloop
 
 from baton.core.events import DrainRequested, LeaseChanged
@@ -184,10 +185,14 @@ class GatewayCluster:
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self._thread.start()
         self.call(self._start)
+        if not self.config.uds:
+            self.http = httpx.Client(base_url=self.url, timeout=DEADLINE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
+            if not self.config.uds:
+                self.http.close()
             self.call(self._stop)
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)

@@ -151,8 +151,10 @@ class HttpServer(uvicorn.Server):
 class GatewayServer:
     """The listening server of one gateway process."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, *, shared: bool = False) -> None:
+        """``shared``: other gateways of this host listen on the same port."""
         self._serving = serving
+        self._shared = shared
         http, websocket = _protocols(serving)
         config = uvicorn.Config(
             cast(Any, App(serving)),
@@ -190,7 +192,7 @@ class GatewayServer:
         Raises:
             OSError: the address is in use or not this host's.
         """
-        self.socket = listener or bind(self._serving)
+        self.socket = listener or bind(self._serving, shared=self._shared)
         self._task = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[self.socket])
         )
@@ -210,7 +212,25 @@ class GatewayServer:
                 os.unlink(self._serving.config.uds)
 
 
-def bind(serving: Serving) -> socket.socket:
+def inherited_listener() -> socket.socket | None:
+    """Return the listening socket that a supervisor passed, if any.
+
+    supervisor's ``fcgi-program`` passes it as standard input, systemd as descriptor 3. A shared
+    one loses no queued connection when one of several gateways ends; SO_REUSEPORT does.
+    """
+    ours = os.environ.get("LISTEN_FDS") and os.environ.get("LISTEN_PID") == str(os.getpid())
+    for number in (3, 0) if ours else (0,):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                sock = socket.socket(fileno=os.dup(number))
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    sock.setblocking(False)
+                    return sock
+                sock.close()
+    return None
+
+
+def bind(serving: Serving, *, shared: bool = False) -> socket.socket:
     """Bind the configured address."""
     config = serving.config
     if config.uds:
@@ -224,6 +244,8 @@ def bind(serving: Serving) -> socket.socket:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((config.host, config.port))
     sock.listen(BACKLOG)
     sock.setblocking(False)

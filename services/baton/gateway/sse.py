@@ -85,10 +85,13 @@ async def _run(
                 raise
             await guard.guard(request.write(form.failure(error), more=False))
             return
-        out = b"".join([form.part(part) for part in parts]) or KEEP_ALIVE
-        if not started:
+        if started:
+            out = b""
+        else:
             started = True
             await request.start(200, HEADERS)
-            out = (form.opening() + out) if parts else out + form.opening()
-        await guard.guard(request.write(out))
+            out = form.opening()
+        out += b"".join([form.part(part) for part in parts]) if parts else KEEP_ALIVE
+        if out:
+            await guard.guard(request.write(out))
     await guard.guard(request.write(form.closing(), more=False))
