@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import assert_never
 
+from baton.core.beacon import Beacon
 from baton.core.blocks import BlockPool
 from baton.core.events import DrainRequested, LeaseChanged, TimePassed
 from baton.core.ids import Member, Peer, Role
@@ -87,7 +88,7 @@ class DecodeMachine:
         self.exited = False
         self.arrivals = 0
         self.beat_at = 0.0
-        self.status_sent: WorkerStatus | None = None
+        self.beacon = Beacon(limits.lease_renew_ms / 1000, limits.status_pause_ms / 1000)
         self.commits: dict[tuple[str, int], float] = {}
 
     # --- Machine ------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ class DecodeMachine:
         return self.state.commands
 
     def deadline(self) -> float | None:
-        times = [self.beat_at]
+        times = [self.beat_at, self.beacon.deadline()]
         if self.handover.probe_at is not None:
             times.append(self.handover.probe_at)
         return min(times)
@@ -140,8 +141,10 @@ class DecodeMachine:
                 self.handover.probed(incarnation, alive)
             case LeaseChanged(state):
                 self.lease = state
+                self.beacon.forget()
             case DrainRequested():
                 self.draining = True
+                self.beacon.forget()
                 self.state.note("draining", sequences=len(self.state.sequences))
             case LedgerAnswered(op, reply):
                 if isinstance(op, EndRequest) and isinstance(reply, Unavailable):
@@ -447,7 +450,7 @@ class DecodeMachine:
         if member.role is Role.PREFILL:
             self.handover.offer(member.peer)
         if member.role is Role.ROUTER:
-            self.status_sent = None
+            self.beacon.forget()
 
     def _peer_lost(self, event: PeerLost, now: float) -> None:
         peer = event.peer
@@ -489,7 +492,6 @@ class DecodeMachine:
         if now < self.beat_at:
             return
         self.beat_at = now + limits.lease_renew_ms / 1000
-        self.status_sent = None
         keep = limits.terminal_ttl_ms / 1000
         for seq in self.state.live(Stage.FINISHED):
             if now - seq.finished_at > keep:
@@ -512,14 +514,9 @@ class DecodeMachine:
     def _report(self, now: float) -> None:
         """Tell the routers, at every beat and when what matters to placement has changed."""
         status = self.worker_status(now)
-        last = self.status_sent
-        if last is not None and (last.accepting, last.waiting, last.running) == (
-            status.accepting,
-            status.waiting,
-            status.running,
-        ):
-            return  # growth alone is told with the next beat: the router is not on the token path
-        self.status_sent = status
+        # Growth alone is told with the next beat: the router is not on the token path.
+        if not self.beacon.must_tell((status.accepting, status.waiting, status.running), now):
+            return
         for peer, member in self.state.peers.items():
             if member.role is Role.ROUTER:
                 self.state.send(peer, status)

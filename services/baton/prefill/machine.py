@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import assert_never
 
+from baton.core.beacon import Beacon
 from baton.core.events import DrainRequested, LeaseChanged, TimePassed
 from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
@@ -96,7 +97,7 @@ class PrefillMachine:
         self.flying: list[tuple[ChunkRow, Job]] = []
         self.tokens_per_s = 0.0
         self.beat_at = 0.0
-        self.status_sent: WorkerStatus | None = None
+        self.beacon = Beacon(limits.lease_renew_ms / 1000, limits.status_pause_ms / 1000)
 
     # --- Machine ------------------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ class PrefillMachine:
         return self.commands
 
     def deadline(self) -> float | None:
-        return self.beat_at
+        return min(self.beat_at, self.beacon.deadline())
 
     def check(self) -> None:
         assert len(self.jobs) <= self.limits.prefill_queue_max
@@ -146,13 +147,15 @@ class PrefillMachine:
                 self._arena_opened(ref, error)
             case PeerUp(member):
                 self.peers[member.peer] = member
-                self.status_sent = None
+                self.beacon.forget()
             case PeerLost():
                 self._peer_lost(event)
             case LeaseChanged(state):
                 self.lease = state
+                self.beacon.forget()
             case DrainRequested():
                 self.draining = True
+                self.beacon.forget()
                 self._note("draining", jobs=len(self.jobs))
             case LedgerAnswered() | PeerRefused():
                 pass  # nothing here rests on the answer; the shell counts and logs both
@@ -441,7 +444,6 @@ class PrefillMachine:
         if now < self.beat_at:
             return
         self.beat_at = now + self.limits.lease_renew_ms / 1000
-        self.status_sent = None
         self._unmap_gone()
         wait_s = self.limits.ticket_wait_ms / 1000
         for key, (_, sender, since) in list(self.early.items()):
@@ -459,13 +461,8 @@ class PrefillMachine:
 
     def _report(self, now: float) -> None:
         status = self.worker_status(now)
-        last = self.status_sent
-        if last is not None and (last.accepting, last.waiting) == (
-            status.accepting,
-            status.waiting,
-        ):
+        if not self.beacon.must_tell((status.accepting, status.waiting), now):
             return
-        self.status_sent = status
         for peer, member in self.peers.items():
             if member.role is Role.ROUTER:
                 self._send(peer, status)

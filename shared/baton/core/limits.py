@@ -17,6 +17,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A process that does not renew for this long is declared lost."""
     lease_renew_ms: int = 500
     """How often a lease is renewed and a heartbeat sent."""
+    status_pause_ms: int = 50
+    """Shortest time between two status messages of a worker to a router."""
     step_hung_ms: int = 30_000
     """An engine step older than this counts as hung: the worker exits with an error."""
     drain_ms: int = 30_000
