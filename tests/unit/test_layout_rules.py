@@ -61,12 +61,12 @@ def test_pure_code_is_pure(path: Path) -> None:
 
 
 def test_every_module_says_what_it_decides() -> None:
-    """Each module has a docstring, and a __main__ only wires (< 60 lines)."""
+    """Each module has a docstring, and a service's __main__ only wires (< 60 lines)."""
     for path in SOURCES:
         text = path.read_text(encoding="utf-8")
         if path.name != "__init__.py":
             assert ast.get_docstring(ast.parse(text)), f"{relative(path)} has no docstring"
-        if path.name == "__main__.py":
+        if path.name == "__main__.py" and (path.parent / "machine.py").exists():
             assert len(text.splitlines()) < 60, f"{relative(path)} does more than wire"
 
 

@@ -19,6 +19,9 @@ from baton.runtime.metrics import Metrics
 from baton.runtime.service import EX_AGAIN, EX_CONFIG, Context
 from baton.wire.messages import ReadReport, Report
 
+#: Ends of links that are nobody's trouble.
+_IN_ORDER = frozenset({"goodbye", "replaced"})
+
 
 class Membership:
     """Between transport, lease keeper and the machine."""
@@ -59,8 +62,10 @@ class Membership:
                 context.log.info("peer_up", peer=member.peer)
             case PeerLost(peer, reason):
                 self._links.lost(event, context.clock.now())
-                context.metrics.measure("peers_lost_total", labels={"reason": lost_word(reason)})
-                context.log.warning("peer_lost", peer=peer, reason=reason)
+                word = lost_word(reason)
+                context.metrics.measure("peers_lost_total", labels={"reason": word})
+                log = context.log.info if word in _IN_ORDER else context.log.warning
+                log("peer_lost", peer=peer, reason=reason)
             case PeerRefused(worker_id, text):
                 context.metrics.measure("peers_refused_total")
                 context.log.error("peer_refused", peer=worker_id, reason=text)
