@@ -26,7 +26,7 @@ from support.ledger_server import LedgerServer
 T = TypeVar("T")
 
 #: Short, so that tests on the real server's clock take fractions of a second.
-LIMITS = Limits(lease_ttl_ms=300, lease_renew_ms=75, terminal_ttl_ms=200)
+LIMITS = Limits(lease_ttl_ms=300, lease_renew_ms=75, terminal_ttl_ms=500)
 TTL = LIMITS.lease_ttl_ms
 WAIT_S = 10.0
 
