@@ -6,6 +6,7 @@ what it does wrong.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -73,7 +74,14 @@ def build(context: Context) -> Service:
             sys.stderr.write("building\n")
             sys.stderr.flush()
             time.sleep(60)
-    return Service(Machine(), model_name="tiny")
+
+    async def stop() -> None:
+        if BEHAVIOUR == "stop_bug":
+            raise KeyError("a bug at the end")
+        if BEHAVIOUR == "stop_hangs":
+            await asyncio.Event().wait()
+
+    return Service(Machine(), model_name="tiny", on_stop=stop)
 
 
 if __name__ == "__main__":

@@ -262,6 +262,19 @@ def test_drain_has_an_end(rig: Rig) -> None:
     assert process.until("process_ending")["reason"] == "the drain took too long"
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "code", "event"),
+    [("stop_bug", 70, "process_crashed"), ("stop_hangs", 0, "stop_incomplete")],
+)
+def test_troubles_at_the_end(rig: Rig, behaviour: str, code: int, event: str) -> None:
+    """A part that hangs at the end is left behind; one that raises is a bug like any other."""
+    process = rig.start("router-0", TEST_BEHAVIOUR=behaviour)
+    process.until("process_ready")
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.wait() == code
+    process.until(event)
+
+
 def test_a_second_signal_ends_at_once(rig: Rig) -> None:
     """The same signal again does not wait for the drain."""
     process = rig.start("router-0", TEST_BEHAVIOUR="never_drained", BATON_LIMITS_DRAIN_MS="600000")

@@ -11,7 +11,7 @@ import asyncio
 import faulthandler
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -317,11 +317,13 @@ class Shell:
             await self._bounded(self._context.transport.close(), "transport")
             await self._bounded(self._context.ledger.close(), "ledger")
 
-    async def _bounded(self, part: object, name: str) -> None:
+    async def _bounded(self, part: Awaitable[None], name: str) -> None:
         try:
-            await asyncio.wait_for(part, STOP_S)  # type: ignore[arg-type]
+            await asyncio.wait_for(part, STOP_S)
         except TimeoutError:
             self._log.warning("stop_incomplete", part=name)
+        except Exception as error:  # the crash barrier of the end
+            self._crash(error, f"stopping the {name}")
 
     # --- the crash barrier ----------------------------------------------------------------------
 
