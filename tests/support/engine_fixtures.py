@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,11 @@ def model_dir() -> Path:
         f"no prepared default model in {cache / 'models'}: run `baton model prepare`, or name one "
         "in BATON_TEST_MODEL_DIR"
     )
+
+
+def child_env() -> dict[str, str]:
+    """Return the environment in which a child process imports what this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def ids_of(values: Iterable[int]) -> TokenIds:

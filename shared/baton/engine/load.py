@@ -36,9 +36,9 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold ``<folder>.lock``: two processes never write the same file."""
-    descriptor = os.open(f"{folder}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def held_lock(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path``, so that two processes never write the same thing."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -46,14 +46,20 @@ def folder_lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def load_model(model_dir: Path, dtype: str) -> Any:
+def load_model(model_dir: Path, dtype: str, *, keep: bool = True) -> Any:
     """Return the model in eval mode, its parameters backed by the mapped file.
+
+    Args:
+        model_dir: the prepared folder.
+        dtype: ``float32`` or ``bfloat16``.
+        keep: write weights of another dtype than the stored one beside it and map them, or
+            (preparation's proof) convert them in this process's memory alone.
 
     Raises:
         ModelNotPrepared: weights are missing, truncated, or not those of the configuration.
     """
     config = AutoConfig.from_pretrained(model_dir)
-    weights = _mapped(model_dir, dtype)
+    weights = _mapped(model_dir, dtype, keep)
     model = empty_model(config, dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
@@ -92,25 +98,30 @@ def with_padded_experts(model: Any) -> Any:
     return model
 
 
-def _mapped(model_dir: Path, dtype: str) -> dict[str, torch.Tensor]:
+def _mapped(model_dir: Path, dtype: str, keep: bool) -> dict[str, torch.Tensor]:
     """Return the tensors of the weights file in ``dtype``, converted once if need be."""
     stored = _read(model_dir / WEIGHTS_FILE)
     wanted = getattr(torch, dtype)
     if all(value.dtype == wanted for value in stored.values() if value.is_floating_point()):
         return stored
+    if not keep:
+        return _cast(stored, wanted)
     converted = model_dir / f"model.{dtype}.safetensors"
-    with folder_lock(model_dir):
+    with held_lock(model_dir / ".convert.lock"):
         if not converted.exists():
-            cast = {
-                name: value.to(wanted) if value.is_floating_point() else value
-                for name, value in stored.items()
-            }
             partial = converted.with_suffix(f".{os.getpid()}.part")
-            save_file(cast, partial, metadata={"format": "pt"})
+            save_file(_cast(stored, wanted), partial, metadata={"format": "pt"})
             with partial.open("rb") as written:
                 os.fsync(written.fileno())
             partial.replace(converted)
     return _read(converted)
+
+
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in tensors.items()
+    }
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

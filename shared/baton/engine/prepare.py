@@ -61,9 +61,9 @@ def prepare(
     models.mkdir(parents=True, exist_ok=True, mode=0o700)
     progress(f"looking for {source}", 0.0)
     found = find_source(source, cache_dir, gguf_path)
-    from baton.engine.load import folder_lock
+    from baton.engine.load import held_lock
 
-    with folder_lock(models / found.name):
+    with held_lock(models / f"{found.name}.lock"):
         ready = _prepared(models, found, progress)
         if ready is None:
             ready = _make(models, found, progress)

@@ -44,7 +44,7 @@ def prove(model_dir: Path, info: ModelInfo, progress: Callable[[float], None]) -
     Raises:
         ModelRefused: with the reason.
     """
-    return prove_model(load_model(model_dir, "float32"), info, progress)
+    return prove_model(load_model(model_dir, "float32", keep=False), info, progress)
 
 
 def prove_model(
