@@ -133,14 +133,14 @@ def test_hanging_up_is_heard_by_the_other_side_only(world: World) -> None:
     a.send_all(b.peer, numbered(10))
     a.transport.hang_up(b.peer)
     world.until(lambda: b.losses() == [a.peer])
-    assert b.events[-1] == PeerLost(a.peer, "said goodbye")
+    assert b.events[-1] == PeerLost(a.peer, "said goodbye", gone=True)
     assert b.received() == numbered(10)
     assert a.events == [PeerUp(b.member)]
     world.check()
 
 
-def test_a_link_that_ended_is_not_opened_again(world: World) -> None:
-    """Between the same two incarnations there is one link, ever."""
+def test_who_said_goodbye_is_not_linked_again(world: World) -> None:
+    """Neither side dials an incarnation that is gone, and sends report it as such."""
     a, b = world.pair()
     a.transport.hang_up(b.peer)
     world.until(lambda: b.losses() == [a.peer])
@@ -150,6 +150,7 @@ def test_a_link_that_ended_is_not_opened_again(world: World) -> None:
     assert b.counts["dial_over"] == 1
     b.transport.send(a.peer, ReadReport("status", 1))
     world.until(lambda: b.losses() == [a.peer, a.peer])
+    assert b.events[-1] == PeerLost(a.peer, "said goodbye", gone=True)
     assert b.ups() == [a.peer]
 
 
@@ -198,7 +199,7 @@ def test_a_crashed_peer_is_lost_and_its_successor_is_new(world: World) -> None:
     a.send_all(successor.peer, numbered(10))
     a.transport.send(b.peer, ReadReport("status", 0))
     world.until(lambda: successor.received() == numbered(10) and len(a.losses()) == 2)
-    assert a.events[1] == PeerLost(b.peer, "died")
+    assert a.events[1] == PeerLost(b.peer, "died", gone=True)
     assert a.events[2] == PeerUp(successor.member)
     assert a.losses() == [b.peer, b.peer]
 
@@ -213,7 +214,7 @@ def test_an_unnoticed_restart_ends_the_old_link_first(world: World) -> None:
     new = world.add("b", 2, bound=False)
     new.transport.dial(a.member)
     world.until(lambda: len(a.events) == 3)
-    assert a.events[1] == PeerLost(old.peer, f"replaced by {new.peer}")
+    assert a.events[1] == PeerLost(old.peer, f"replaced by {new.peer}", gone=True)
     assert a.events[2] == PeerUp(new.member)
     old.transport.send(a.peer, ReadReport("status", 1))
     world.until(lambda: old.losses() == [a.peer])
@@ -254,7 +255,46 @@ def test_a_peer_that_leaves_too_much_unacknowledged_is_lost(world: World) -> Non
     a.send_all(b.peer, numbered(101))
     assert a.losses() == []
     world.until(lambda: a.losses() == [b.peer] and b.losses() == [a.peer])
-    assert a.events[-1] == PeerLost(b.peer, "left 100 messages unacknowledged")
+    assert a.events[-1] == PeerLost(b.peer, "left 100 messages unacknowledged", gone=False)
+    assert not b.events[-1].gone  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dialler", [0, 1])
+def test_two_that_lost_each_other_are_linked_again(world: World, dialler: int) -> None:
+    """After a loss the same incarnations get another link, and nothing of the first one."""
+    limits = Limits(link_unacked_max=100)
+    a, b = pair = world.add("a", limits=limits), world.add("b")
+    a.transport.dial(b.member)
+    world.until(lambda: bool(a.ups() and b.ups()))
+    a.send_all(b.peer, numbered(101))
+    world.until(lambda: a.losses() == [b.peer] and b.losses() == [a.peer])
+    first = len(b.received())
+    pair[dialler].transport.dial(pair[1 - dialler].member)
+    world.until(lambda: len(a.ups()) == len(b.ups()) == 2)
+    a.send_all(b.peer, numbered(50, 1_000))
+    b.send_all(a.peer, numbered(50, 2_000))
+    world.until(lambda: len(b.received()) == first + 50 and len(a.received()) == 50)
+    assert b.received()[:first] == numbered(first)
+    assert b.received()[first:] == numbered(50, 1_000)
+    assert a.received() == numbered(50, 2_000)
+    kinds = [type(event) for event in b.events if not isinstance(event, Received)]
+    assert kinds == [PeerUp, PeerLost, PeerUp]
+    world.check()
+
+
+def test_a_loss_that_only_one_side_knows_is_healed_by_its_dial(world: World) -> None:
+    """A hello for the next link ends the first one on the side that still believed in it."""
+    a, b = world.pair()
+    # As after a silence, but without the words that would tell b.
+    line = a.transport._board.line(b.peer)
+    assert line is not None
+    a.transport._execute(a.transport._board._lose(line, "silent for 2000 ms"))
+    a.transport.dial(b.member)
+    world.until(lambda: len(a.ups()) == len(b.ups()) == 2)
+    a.send_all(b.peer, numbered(10))
+    world.until(lambda: b.received() == numbered(10))
+    assert [type(event) for event in b.events[:3]] == [PeerUp, PeerLost, PeerUp]
+    world.check()
 
 
 class UnknownMessage(Message, frozen=True):

@@ -92,7 +92,7 @@ def member_bytes(node: Node, peer: Peer) -> bytes:
 def test_malformed_frames_are_counted_by_reason(inbox: Inbox) -> None:
     """Parts, sizes, magic, kind, identity: each has its own counter, none does harm."""
     stranger = inbox.stranger()
-    good = frames.pack(Frame(Kind.DATA, 1, inbox.node.peer.incarnation, 1))
+    good = frames.pack(Frame(Kind.DATA, 1, inbox.node.peer.incarnation, 1, 1))
     inbox.counted("frame_parts", stranger, [b"alone"])
     inbox.counted("frame_parts", stranger, [good, b"", b"more"])
     inbox.counted("frame_truncated", stranger, [b"", b""])
@@ -133,7 +133,7 @@ def test_a_hello_without_a_field_is_refused(inbox: Inbox, field: str) -> None:
     """A missing field refuses the hello; an additional one is ignored."""
     peer = Peer("prefill-9", 7)
     stranger = inbox.stranger(frames.identity_of(peer))
-    header = frames.pack(Frame(Kind.HELLO, 7, inbox.node.peer.incarnation))
+    header = frames.pack(Frame(Kind.HELLO, 7, inbox.node.peer.incarnation, 1))
     hello = msgspec.msgpack.decode(member_bytes(inbox.node, peer))
     del hello[field]
     inbox.counted("hello_malformed", stranger, [header, msgspec.msgpack.encode(hello)])
@@ -151,7 +151,7 @@ def test_a_hello_under_a_false_name_is_refused(inbox: Inbox) -> None:
         (7, Peer("prefill-8", 7), "hello_malformed"),
         (8, Peer("prefill-9", 8), "frame_identity"),
     ):
-        header = frames.pack(Frame(Kind.HELLO, source, inbox.node.peer.incarnation))
+        header = frames.pack(Frame(Kind.HELLO, source, inbox.node.peer.incarnation, 1))
         inbox.counted(reason, stranger, [header, member_bytes(inbox.node, peer)])
         assert inbox.refusal(stranger).code == "malformed"
     inbox.unharmed()
@@ -160,7 +160,7 @@ def test_a_hello_under_a_false_name_is_refused(inbox: Inbox) -> None:
 def test_a_frame_for_another_incarnation_is_refused(inbox: Inbox) -> None:
     """What was meant for the process that died is never obeyed by its successor."""
     stranger = inbox.stranger(b"prefill-9/7")
-    data = frames.pack(Frame(Kind.DATA, 7, inbox.node.peer.incarnation + 1, 1))
+    data = frames.pack(Frame(Kind.DATA, 7, inbox.node.peer.incarnation + 1, 1, 1))
     inbox.counted("frame_stale", stranger, [data, b""])
     refusal = inbox.refusal(stranger)
     assert refusal.code == "stale"
@@ -171,7 +171,7 @@ def test_a_frame_for_another_incarnation_is_refused(inbox: Inbox) -> None:
 def test_a_frame_without_a_link_is_refused(inbox: Inbox) -> None:
     """Data before any hello is dropped, and its sender is told that there is no link."""
     stranger = inbox.stranger(b"prefill-9/7")
-    data = frames.pack(Frame(Kind.DATA, 7, inbox.node.peer.incarnation, 1))
+    data = frames.pack(Frame(Kind.DATA, 7, inbox.node.peer.incarnation, 1, 1))
     inbox.counted("frame_no_link", stranger, [data, b""])
     assert inbox.refusal(stranger).code == "over"
     inbox.unharmed()
@@ -184,7 +184,7 @@ def test_an_incompatible_stranger_is_told_what_differs(inbox: Inbox) -> None:
     member = msgspec.structs.replace(
         inbox.node.member, peer=peer, compat=msgspec.structs.replace(COMPAT, dtype="bfloat16")
     )
-    header = frames.pack(Frame(Kind.HELLO, 7, inbox.node.peer.incarnation))
+    header = frames.pack(Frame(Kind.HELLO, 7, inbox.node.peer.incarnation, 1))
     inbox.counted("hello_incompatible", stranger, [header, frames.encode_hello(member)])
     refusal = inbox.refusal(stranger)
     assert refusal.text == ("decode-0/1 and prefill-9/7 differ: dtype: 'float32' != 'bfloat16'")

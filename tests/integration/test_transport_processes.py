@@ -116,7 +116,7 @@ def test_a_killed_peer_is_noticed_at_once(processes: Processes) -> None:
     child.kill()
     processes.until(lambda: node.losses() == [child.peer])
     assert time.monotonic() - killed < 0.5
-    assert node.events[-1] == PeerLost(child.peer, "died")
+    assert node.events[-1] == PeerLost(child.peer, "died", gone=True)
 
 
 def test_sends_to_a_killed_peer_are_reported_and_end_nothing(processes: Processes) -> None:
@@ -144,7 +144,7 @@ def test_a_short_freeze_loses_nothing(processes: Processes) -> None:
 
 
 def test_a_long_freeze_is_a_loss_for_both(processes: Processes) -> None:
-    """The silent peer is lost; when it wakes it is told, and drops the link as well."""
+    """The silent peer is lost; when it wakes it is told, and both may be linked again."""
     node, child = processes.linked()
     child.freeze()
     processes.until(lambda: node.losses() == [child.peer])
@@ -155,6 +155,10 @@ def test_a_long_freeze_is_a_loss_for_both(processes: Processes) -> None:
     processes.dial(witness, child)
     (loss,) = processes.until_lost(witness, child)
     assert loss.startswith("parent/1: ")
+    node.transport.dial(child.member)
+    processes.until(lambda: node.ups() == [child.peer, child.peer])
+    node.send_all(child.peer, sinks(10))
+    assert processes.facts(node, child).tokens == list(range(10))
 
 
 def test_bursts_both_ways_between_processes(processes: Processes) -> None:

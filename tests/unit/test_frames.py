@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ def parts_of(frame: Frame) -> list[bytes]:
     return [frames.pack(frame), frame.body]
 
 
-@given(st.builds(Frame, st.sampled_from(Kind), u64, u64, u64, u64, st.binary(max_size=50)))
+@given(st.builds(Frame, st.sampled_from(Kind), u64, u64, u64, u64, u64, st.binary(max_size=50)))
 def test_a_frame_survives_the_wire(frame: Frame) -> None:
     """What was packed is unpacked, field by field."""
     assert frames.unpack(parts_of(frame), BYTES_MAX) == frame
@@ -35,7 +36,7 @@ def reason_of(parts: list[bytes]) -> str:
 
 def test_each_kind_of_damage_has_its_own_reason() -> None:
     """Every way to be no frame is told apart by a stable word."""
-    header = frames.pack(Frame(Kind.DATA, 1, 2, 3, 4))
+    header = frames.pack(Frame(Kind.DATA, 1, 2, 3, 4, 5))
     assert reason_of([]) == "frame_parts"
     assert reason_of([header]) == "frame_parts"
     assert reason_of([header, b"", b""]) == "frame_parts"
@@ -85,9 +86,11 @@ def test_foreign_bytes_are_no_hello_and_no_refusal(body: bytes) -> None:
 
 
 def test_a_refusal_with_an_unknown_code_can_be_read() -> None:
-    """A later version may refuse for reasons this one does not know."""
-    refusal = frames.decode_refusal(frames.encode_refusal(RefusalCode.STALE, "gone"))
-    assert (refusal.code, refusal.text) == (RefusalCode.STALE, "gone")
+    """A later version may refuse for reasons this one does not know, and say more."""
+    later = {"code": "mood", "text": "no", "more": 1}
+    assert frames.decode_refusal(msgspec.msgpack.encode(later)).code == "mood"
+    refusal = frames.decode_refusal(frames.encode_refusal(RefusalCode.STALE, "gone", 7))
+    assert (refusal.code, refusal.text, refusal.target) == (RefusalCode.STALE, "gone", 7)
 
 
 @pytest.mark.parametrize("peer", [Peer("decode-0", 0), Peer("a/b", INCARNATION_MAX)])
@@ -98,7 +101,18 @@ def test_an_identity_names_its_peer(peer: Peer) -> None:
 
 @pytest.mark.parametrize(
     "identity",
-    [b"", b"/1", b"x/", b"x/-1", b"x/1.5", b"x/01", b"\0abcd", b"x\n/1", "é/1".encode(), b"x/%d" % (INCARNATION_MAX + 1)],
+    [
+        b"",
+        b"/1",
+        b"x/",
+        b"x/-1",
+        b"x/1.5",
+        b"x/01",
+        b"\0abcd",
+        b"x\n/1",
+        "é/1".encode(),
+        b"x/%d" % (INCARNATION_MAX + 1),
+    ],
 )
 def test_a_foreign_identity_names_nobody(identity: bytes) -> None:
     """A socket that was not named by us is nobody."""

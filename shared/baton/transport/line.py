@@ -39,9 +39,11 @@ class Line:
     """The record of one peer. ``member`` is what was known when it was dialled or accepted."""
 
     def __init__(
-        self, me: Member, member: Member, route: Route, limits: Limits, *, now: float
+        self, me: Member, member: Member, route: Route, limits: Limits, *, number: int, now: float
     ) -> None:
         self.peer: Peer = member.peer
+        self.number = number
+        """Of the link; who dials takes the next one that this pair has not used."""
         self.member = member
         self.route = route
         self.state = LineState.DIALLING
@@ -61,7 +63,8 @@ class Line:
         self._bye_due = False
 
     def _new_link(self, now: float) -> Link:
-        return Link(self._me.peer.incarnation, self.peer.incarnation, self._limits, now)
+        mine, theirs = self._me.peer.incarnation, self.peer.incarnation
+        return Link(mine, theirs, self._limits, now, number=self.number)
 
     def _become(self, state: LineState) -> None:
         assert state in LINE_MOVES[self.state], f"{self.state} -> {state}"
@@ -76,14 +79,19 @@ class Line:
         self._hello_due = False
         self.link.heard(now)
 
+    def renumber(self, number: int) -> None:
+        """Take the number of the peer's dial instead of our own, which never opened."""
+        assert self.state is LineState.DIALLING
+        self.number = self.link.number = number
+
     def owe_welcome(self) -> None:
         """The peer asks (again) whether it is accepted."""
         self._hello_due = True
 
-    def ended(self, reason: str, *, tell: bool = False) -> None:
-        """The link is over; ``tell`` the peer with a goodbye."""
+    def ended(self, reason: str, *, goodbye: bool = False) -> None:
+        """The link is over, with or without a ``goodbye``."""
         self._become(LineState.OVER)
-        self._bye_due = tell
+        self._bye_due = goodbye
         self.link.end(reason)
 
     def slow_down(self, pace_s: float, now: float) -> int:
@@ -113,7 +121,8 @@ class Line:
         self._hello_due = False
         kind = Kind.WELCOME if self.state is LineState.UP else Kind.HELLO
         body = frames.encode_hello(self._me)
-        return Frame(kind, self._me.peer.incarnation, self.peer.incarnation, body=body)
+        mine, theirs = self._me.peer.incarnation, self.peer.incarnation
+        return Frame(kind, mine, theirs, self.number, body=body)
 
     def refused(self, frame: Frame, now: float) -> None:
         """The socket did not take ``frame``."""

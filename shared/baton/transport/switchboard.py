@@ -9,12 +9,15 @@ When both sides dial at once, the lower ``(worker_id, incarnation)`` keeps its d
 other's hello pass, and the other, on receiving the lower one's hello, accepts it and drops its own
 dial. Once a side has given up (no answer for ``handshake_ms``) it accepts whatever comes.
 
-A link that has ended is over for ever for this pair of incarnations: the machines have derived the
-lost messages anew, and a second link would deliver them twice. A hello for it is refused as
-``over``. A dial that never opened leaves no such trace.
+Every link of a pair of incarnations has its own number, greater than any before, and every frame
+carries it: what still arrives of a link that is over is never taken for the next one's. A hello
+with a greater number ends the link there is: the dialling side has lost it already. Who is *gone*
+(died, said goodbye, replaced) is never linked again.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from baton.core.ids import Member, Peer
 from baton.core.limits import Limits
@@ -36,10 +39,27 @@ from baton.transport.effects import (
 from baton.transport.line import REFUSED_REDIAL_S, Line, LineState
 from baton.wire import codec, frames
 from baton.wire.frames import PROTOCOL_VERSION, Frame, FrameError, Kind, RefusalCode
+from baton.wire.link import GOODBYE
 from baton.wire.messages import AnyMessage
 
-#: Ended links and reported refusals remembered; the oldest are forgotten.
+#: Pairs with a past and reported refusals remembered; the oldest are forgotten.
 MEMORY_MAX = 4_096
+
+
+@dataclass(slots=True)
+class _Past:
+    """What this process remembers of one incarnation beyond its lines."""
+
+    used: int = 0
+    """Greatest number of any link dialled or accepted."""
+    ended: int = 0
+    """Greatest number of a link that was up and is over."""
+    reason: str = "no link"
+    gone: bool = False
+
+
+#: Stands for a frame whose header cannot be read beyond its first eight bytes.
+_UNREAD = Frame(Kind.HELLO, 0, 0)
 
 
 class Switchboard:
@@ -49,22 +69,22 @@ class Switchboard:
         self.member = member
         self._limits = limits
         self._lines: dict[Peer, Line] = {}
-        self._over: dict[Peer, str] = {}
+        self._past: dict[Peer, _Past] = {}
         self._reported: dict[tuple[str, str], None] = {}
 
     # --- what the process asks for ---
 
     def dial(self, member: Member, now: float) -> list[Effect]:
-        """Open a line to ``member`` unless there is, or was, one."""
+        """Open a line to ``member`` unless there is one, or the peer is gone."""
         peer = member.peer
         if peer == self.member.peer or peer in self._lines:
             return []
-        if peer in self._over:
+        past = self._past_of(peer)
+        if past.gone:
             return [Count("dial_over")]
         if not member.endpoint:
             return [Count("dial_no_endpoint")]
-        line = Line(self.member, member, Outbound(peer), self._limits, now=now)
-        self._lines[peer] = line
+        line = self._new_line(member, Outbound(peer), past.used + 1, now)
         return [Connect(peer, member.endpoint), *self._watch(member), Flush(line)]
 
     def send(self, peer: Peer, message: AnyMessage) -> list[Effect]:
@@ -75,8 +95,8 @@ class Switchboard:
         """
         line = self._lines.get(peer)
         if line is None or line.gave_up:
-            reason = self._over.get(peer, "no link")
-            return [Count("send_no_link"), Emit(PeerLost(peer, reason))]
+            past = self._past.get(peer, _Past())
+            return [Count("send_no_link"), Emit(PeerLost(peer, past.reason, past.gone))]
         body = codec.encode(message)
         if len(body) > self._limits.frame_bytes_max - frames.HEADER_BYTES:
             text = f"{type(message).__name__} of {len(body)} bytes exceeds frame_bytes_max"
@@ -94,7 +114,7 @@ class Switchboard:
         line.muted = True
         if line.state is LineState.DIALLING:
             return self._forget(line)
-        return self._drop(line, "hung up", tell=True)
+        return self._drop(line, "hung up", gone=True, goodbye=True)
 
     def close(self) -> list[Effect]:
         """Say goodbye to all."""
@@ -122,6 +142,9 @@ class Switchboard:
         line = self._lines.get(peer)
         if line is None or line.route != route:
             return self._on_stray(route, peer, frame)
+        if frame.link != line.number:
+            # Sent before the peer knew of this link. It knows by now, or our hello is on its way.
+            return [Count("frame_no_link")]
         if frame.kind is Kind.WELCOME:
             return self._on_welcome(line, frame, now)
         if frame.kind is Kind.REFUSED:
@@ -134,7 +157,8 @@ class Switchboard:
     def _on_link_frame(self, line: Line, frame: Frame, now: float) -> list[Effect]:
         duplicates = line.link.duplicates
         effects: list[Effect] = []
-        for seq, body in line.link.on_frame(frame, now):
+        delivered = line.link.on_frame(frame, now)
+        for seq, body in delivered:
             try:
                 event = Received(line.peer, codec.decode(body))
             except codec.MessageError:
@@ -144,8 +168,11 @@ class Switchboard:
         if line.link.duplicates != duplicates:
             effects.append(Count("message_duplicate"))
         if line.link.over is not None:
-            return effects + self._lose(line, line.link.over)
-        effects.append(Flush(line))
+            gone = line.link.over == GOODBYE
+            return effects + self._lose(line, line.link.over, gone=gone, tell=not gone)
+        if not delivered:
+            # Else the shell flushes when all of it was handled.
+            effects.append(Flush(line))
         return effects
 
     def _on_no_frame(
@@ -160,7 +187,7 @@ class Switchboard:
             f"{name or 'the other side'} speaks {error.version}"
         )
         if error.kind is Kind.HELLO:
-            refusal = self._refusal(route, 0, RefusalCode.VERSION, text)
+            refusal = self._refusal(route, _UNREAD, RefusalCode.VERSION, text)
             return [refusal, *self._report(name.worker_id if name else "?", text)]
         line = self._lines.get(name) if name else None
         if error.kind is not Kind.REFUSED or line is None or line.route != route:
@@ -175,7 +202,7 @@ class Switchboard:
         if frame.kind is not Kind.HELLO:
             return []
         text = f"the hello to {self.member.peer} does not fit its socket's identity"
-        return [self._refusal(route, frame.source, RefusalCode.MALFORMED, text)]
+        return [self._refusal(route, frame, RefusalCode.MALFORMED, text)]
 
     def _on_stale(self, route: Route, frame: Frame) -> list[Effect]:
         """Meant for another incarnation of this worker: not obeyed."""
@@ -187,14 +214,16 @@ class Switchboard:
         reason = Count("frame_no_link")
         if peer in self._lines:
             return [reason]
-        text = f"{self.member.peer} has no link with {peer}: {self._over.get(peer, 'never had')}"
-        return [reason, *self._tell(route, frame, RefusalCode.OVER, text)]
+        past = self._past.get(peer, _Past())
+        text = f"{self.member.peer} has no link with {peer}: {past.reason}"
+        code = RefusalCode.ENDED if past.gone else RefusalCode.OVER
+        return [reason, *self._tell(route, frame, code, text)]
 
     def _tell(self, route: Route, frame: Frame, code: RefusalCode, text: str) -> list[Effect]:
         # Never an answer to an end: two sides would answer each other for ever.
         if frame.kind in (Kind.REFUSED, Kind.BYE, Kind.WELCOME):
             return []
-        return [self._refusal(route, frame.source, code, text)]
+        return [self._refusal(route, frame, code, text)]
 
     # --- the handshake ---
 
@@ -202,29 +231,56 @@ class Switchboard:
         member = _member_in(frame.body, peer)
         if not isinstance(route, Inbound) or member is None:
             text = f"the hello of {peer} cannot be read"
-            refusal = self._refusal(route, peer.incarnation, RefusalCode.MALFORMED, text)
+            refusal = self._refusal(route, frame, RefusalCode.MALFORMED, text)
             return [Count("hello_malformed"), refusal]
-        if peer in self._over:
-            text = f"{self.member.peer} has ended its link with {peer}: {self._over[peer]}"
-            refusal = self._refusal(route, peer.incarnation, RefusalCode.OVER, text)
-            return [Count("hello_over"), refusal]
-        if newer := self._newer(peer):
-            text = f"{peer} has been replaced by {newer}"
-            refusal = self._refusal(route, peer.incarnation, RefusalCode.OVER, text)
-            return [Count("hello_over"), refusal]
+        past = self._past_of(peer)
+        if past.gone or self._newer(peer):
+            why = f"replaced by {self._newer(peer)}" if not past.gone else past.reason
+            text = f"{self.member.peer} has no link with {peer} any more: {why}"
+            return [Count("hello_over"), self._refusal(route, frame, RefusalCode.ENDED, text)]
+        if frame.link <= past.ended:
+            text = f"{self.member.peer} has ended this link with {peer}: {past.reason}"
+            return [Count("hello_over"), self._refusal(route, frame, RefusalCode.OVER, text)]
         if text := self._misfit(member):
-            refusal = self._refusal(route, peer.incarnation, RefusalCode.INCOMPATIBLE, text)
+            refusal = self._refusal(route, frame, RefusalCode.INCOMPATIBLE, text)
             return [Count("hello_incompatible"), refusal, *self._report(peer.worker_id, text)]
         line = self._lines.get(peer)
         if line is None:
-            line = Line(self.member, member, route, self._limits, now=now)
-            self._lines[peer] = line
-            return [*self._watch(member), *self._accept(line, member, route, now)]
-        if line.state is LineState.UP:
-            return self._on_hello_again(line, route, now)
-        if self.member.peer < peer and not line.gave_up:
+            return self._accept(member, route, frame.link, now)
+        if line.state is LineState.DIALLING:
+            return self._on_hello_while_dialling(line, member, frame, now)
+        if frame.link <= line.number:
+            return self._on_hello_again(line, route, frame, now)
+        lost = self._lose(line, "opened anew by the other side")
+        return [*lost, *self._accept(member, route, frame.link, now)]
+
+    def _on_hello_while_dialling(
+        self, line: Line, member: Member, frame: Frame, now: float
+    ) -> list[Effect]:
+        ours_counts = (line.number, member.peer) > (frame.link, self.member.peer)
+        if ours_counts and not line.gave_up:
             return [Count("hello_crossed")]
-        return [Disconnect(peer), *self._accept(line, member, route, now)]
+        route = Inbound(frames.identity_of(line.peer))
+        line.renumber(frame.link)
+        past = self._past_of(line.peer)
+        past.used = max(past.used, frame.link)
+        effects = [Disconnect(line.peer), *self._open(line, member, route, now)]
+        line.owe_welcome()
+        return effects
+
+    def _on_hello_again(self, line: Line, route: Route, frame: Frame, now: float) -> list[Effect]:
+        if line.route != route or frame.link != line.number:
+            # It dialled before it knew that our dial was accepted.
+            return [Count("hello_crossed")]
+        line.link.heard(now)
+        line.owe_welcome()
+        return [Flush(line)]
+
+    def _accept(self, member: Member, route: Route, number: int, now: float) -> list[Effect]:
+        line = self._new_line(member, route, number, now)
+        effects = [*self._watch(member), *self._open(line, member, route, now)]
+        line.owe_welcome()
+        return effects
 
     def _newer(self, peer: Peer) -> Peer | None:
         """Return the connected later incarnation of the same worker, if there is one."""
@@ -233,25 +289,12 @@ class Switchboard:
                 return other
         return None
 
-    def _on_hello_again(self, line: Line, route: Route, now: float) -> list[Effect]:
-        line.link.heard(now)
-        if line.route != route:
-            # It dialled before it knew that our dial was accepted.
-            return [Count("hello_crossed")]
-        line.owe_welcome()
-        return [Flush(line)]
-
-    def _accept(self, line: Line, member: Member, route: Route, now: float) -> list[Effect]:
-        effects = self._open(line, member, route, now)
-        line.owe_welcome()
-        return effects
-
     def _open(self, line: Line, member: Member, route: Route, now: float) -> list[Effect]:
         """Both sides agreed: older incarnations of the name are over, then this one is up."""
         effects: list[Effect] = []
         for other in list(self._lines.values()):
             if other.peer.worker_id == line.peer.worker_id and other.peer < line.peer:
-                effects += self._lose(other, f"replaced by {line.peer}")
+                effects += self._lose(other, f"replaced by {line.peer}", gone=True)
         line.opened(member, route, now)
         return [*effects, Emit(PeerUp(member), line), Flush(line)]
 
@@ -263,9 +306,7 @@ class Switchboard:
         if member is None:
             return [Count("hello_malformed")]
         if text := self._misfit(member):
-            refusal = self._refusal(
-                line.route, line.peer.incarnation, RefusalCode.INCOMPATIBLE, text
-            )
+            refusal = self._refusal(line.route, frame, RefusalCode.INCOMPATIBLE, text)
             return [Count("hello_incompatible"), refusal, *self._refuse(line, text, now)]
         return self._open(line, member, line.route, now)
 
@@ -274,8 +315,11 @@ class Switchboard:
             refusal = frames.decode_refusal(body)
         except FrameError as error:
             return [Count(error.reason)]
-        if line.state is LineState.UP or refusal.code in (RefusalCode.STALE, RefusalCode.OVER):
-            return self._lose(line, refusal.text)
+        if refusal.target not in (0, line.peer.incarnation):
+            return [Count("frame_no_link")]
+        gone = refusal.code in (RefusalCode.STALE, RefusalCode.ENDED)
+        if gone or line.state is LineState.UP or refusal.code == RefusalCode.OVER:
+            return self._lose(line, refusal.text, gone=gone)
         return self._refuse(line, refusal.text, now)
 
     def _misfit(self, member: Member) -> str:
@@ -289,6 +333,7 @@ class Switchboard:
         return f"{self.member.peer} and {member.peer} differ: {'; '.join(differences)}"
 
     def _refuse(self, line: Line, text: str, now: float) -> list[Effect]:
+        self._past_of(line.peer).reason = text
         lost = line.slow_down(REFUSED_REDIAL_S, now)
         effects = self._report(line.peer.worker_id, text)
         if lost:
@@ -299,34 +344,64 @@ class Switchboard:
         if (worker_id, text) in self._reported:
             return []
         self._reported[worker_id, text] = None
-        _forget_oldest(self._reported)
+        if len(self._reported) > MEMORY_MAX:
+            del self._reported[next(iter(self._reported))]
         return [Emit(PeerRefused(worker_id, text))]
 
-    def _refusal(self, route: Route, target: int, code: RefusalCode, text: str) -> Answer:
-        body = frames.encode_refusal(code, text)
-        frame = Frame(Kind.REFUSED, self.member.peer.incarnation, target, body=body)
-        return Answer(route, frame)
+    def _refusal(self, route: Route, refused: Frame, code: RefusalCode, text: str) -> Answer:
+        """Return the answer to the frame ``refused``, in the name of its link."""
+        body = frames.encode_refusal(code, text, refused.target)
+        me = self.member.peer.incarnation
+        return Answer(route, Frame(Kind.REFUSED, me, refused.source, refused.link, body=body))
 
     # --- ends ---
 
     def on_died(self, peer: Peer) -> list[Effect]:
         """The kernel says that the process of ``peer`` has ended."""
         line = self._lines.get(peer)
-        return [] if line is None else self._lose(line, "died")
+        return [] if line is None else self._lose(line, "died", gone=True)
 
-    def _lose(self, line: Line, reason: str, *, tell: bool = False) -> list[Effect]:
-        effects = self._drop(line, reason, tell=tell)
-        return [*effects, Emit(PeerLost(line.peer, reason), line)]
+    def _lose(
+        self, line: Line, reason: str, *, gone: bool = False, tell: bool = False
+    ) -> list[Effect]:
+        """The link (or the dial) is over for a reason of its own; ``tell`` the other side."""
+        effects: list[Effect] = []
+        if tell:
+            text = f"{self.member.peer} has ended this link with {line.peer}: {reason}"
+            me = self.member.peer.incarnation
+            ended = Frame(Kind.ACK, line.peer.incarnation, me, line.number)
+            effects.append(self._refusal(line.route, ended, RefusalCode.OVER, text))
+        effects += self._drop(line, reason, gone=gone)
+        return [*effects, Emit(PeerLost(line.peer, reason, gone), line)]
 
-    def _drop(self, line: Line, reason: str, *, tell: bool) -> list[Effect]:
+    def _drop(self, line: Line, reason: str, *, gone: bool, goodbye: bool = False) -> list[Effect]:
+        past = self._past_of(line.peer)
+        past.reason = reason
+        past.gone = past.gone or gone
+        if line.state is LineState.UP:
+            past.ended = max(past.ended, line.number)
         del self._lines[line.peer]
-        self._over[line.peer] = reason
-        _forget_oldest(self._over)
-        line.ended(reason, tell=tell)
-        effects: list[Effect] = [Flush(line)] if tell else []
+        line.ended(reason, goodbye=goodbye)
+        effects: list[Effect] = [Flush(line)] if goodbye else []
         if isinstance(line.route, Outbound):
             effects.append(Disconnect(line.peer))
         return [*effects, Unwatch(line.peer)]
+
+    def _new_line(self, member: Member, route: Route, number: int, now: float) -> Line:
+        past = self._past_of(member.peer)
+        past.used = max(past.used, number)
+        line = Line(self.member, member, route, self._limits, number=number, now=now)
+        self._lines[member.peer] = line
+        return line
+
+    def _past_of(self, peer: Peer) -> _Past:
+        past = self._past.get(peer)
+        if past is None:
+            past = self._past[peer] = _Past()
+            if len(self._past) > MEMORY_MAX:
+                oldest = next(known for known in self._past if known not in self._lines)
+                del self._past[oldest]
+        return past
 
     def _watch(self, member: Member) -> list[Effect]:
         if member.boot_id != self.member.boot_id:
@@ -346,6 +421,7 @@ class Switchboard:
                 effects += [Count("dial_forgotten"), *self._forget(line)]
             elif line.unanswered(now):
                 text = f"no answer to the hello for {self._limits.handshake_ms} ms"
+                self._past_of(line.peer).reason = text
                 line.slow_down(self._limits.handshake_ms / 1e3, now)
                 effects += [Count("dial_unanswered"), Emit(PeerLost(line.peer, text), line)]
             else:
@@ -353,9 +429,7 @@ class Switchboard:
         return effects
 
     def _forget(self, line: Line) -> list[Effect]:
-        effects = self._drop(line, "dial forgotten", tell=False)
-        del self._over[line.peer]
-        return effects
+        return self._drop(line, "dial forgotten", gone=False)
 
     def deadline(self) -> float | None:
         """Return when to tick next."""
@@ -385,7 +459,8 @@ class Switchboard:
         for peer, line in self._lines.items():
             assert line.peer == peer
             assert line.state is not LineState.OVER
-            assert peer not in self._over
+            assert line.number > self._past[peer].ended
+            assert not self._past[peer].gone
             line.link.check()
             if line.state is LineState.UP:
                 assert peer.worker_id not in up, f"two links to {peer.worker_id}"
@@ -404,8 +479,3 @@ def _member_in(body: bytes, peer: Peer) -> Member | None:
 def _from_successor(route: Route, frame: Frame) -> bool:
     """Whether another incarnation took the endpoint we dialled, and says that it is another."""
     return isinstance(route, Outbound) and frame.kind is Kind.REFUSED
-
-
-def _forget_oldest(memory: dict[Peer, str] | dict[tuple[str, str], None]) -> None:
-    if len(memory) > MEMORY_MAX:
-        memory.pop(next(iter(memory)))  # type: ignore[call-overload]

@@ -3,7 +3,7 @@
 Decides the bytes of the header, the hello and the refusal; what is done with a frame is decided by
 ``baton.wire.link`` and ``baton.transport.switchboard``.
 
-Header, network byte order, 40 bytes::
+Header, network byte order, 48 bytes::
 
     magic    4  b"BATN"
     version  2  PROTOCOL_VERSION of the sender
@@ -13,6 +13,7 @@ Header, network byte order, 40 bytes::
     ack      8  the sender has handled every message up to this number
     source   8  the sender's incarnation
     target   8  the incarnation it is meant for
+    link     8  number of the link between the two, from 1; chosen by who dials
 
 The first eight bytes, and the bodies of HELLO and REFUSED, mean the same in every version: two
 processes that share no version can still tell each other so.
@@ -31,7 +32,7 @@ MAGIC = b"BATN"
 PROTOCOL_VERSION = 1
 
 _PREFIX = struct.Struct("!4sHBx")
-_HEADER = struct.Struct("!4sHBxQQQQ")
+_HEADER = struct.Struct("!4sHBxQQQQQ")
 HEADER_BYTES = _HEADER.size
 
 #: A longer name would not fit into the socket identity (255 bytes) beside its incarnation.
@@ -66,6 +67,7 @@ class Frame(msgspec.Struct, frozen=True):
     kind: Kind
     source: int
     target: int
+    link: int = 0
     seq: int = 0
     ack: int = 0
     body: bytes = b""
@@ -87,7 +89,9 @@ class RefusalCode(StrEnum):
     STALE = "stale"
     """The addressed incarnation is not here (any more)."""
     OVER = "over"
-    """There was a link between these two incarnations, and it has ended."""
+    """That link has ended; another one may be opened."""
+    ENDED = "ended"
+    """These two incarnations will have no link any more."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -95,6 +99,9 @@ class Refusal(msgspec.Struct, frozen=True):
 
     code: str
     text: str
+    target: int = 0
+    """The incarnation that the refused frame was meant for, 0 if its header could not be read. A
+    later incarnation answers for an earlier one, over a socket that may have been dialled since."""
 
 
 class FrameError(ValueError):
@@ -119,6 +126,7 @@ def pack(frame: Frame) -> bytes:
         frame.ack,
         frame.source,
         frame.target,
+        frame.link,
     )
 
 
@@ -146,8 +154,8 @@ def unpack(parts: list[bytes], bytes_max: int) -> Frame:
         raise FrameError("frame_kind", None, version)
     if len(header) != HEADER_BYTES:
         raise FrameError("frame_truncated", kind, version)
-    _, _, _, seq, ack, source, target = _HEADER.unpack(header)
-    return Frame(kind, source, target, seq, ack, body)
+    _, _, _, seq, ack, source, target, link = _HEADER.unpack(header)
+    return Frame(kind, source, target, link, seq, ack, body)
 
 
 _hello = msgspec.msgpack.Decoder(Hello)
@@ -171,9 +179,9 @@ def decode_hello(body: bytes) -> Hello:
         raise FrameError("hello_malformed", Kind.HELLO, PROTOCOL_VERSION) from None
 
 
-def encode_refusal(code: RefusalCode, text: str) -> bytes:
+def encode_refusal(code: RefusalCode, text: str, target: int) -> bytes:
     """Return the body of a REFUSED frame."""
-    return msgspec.msgpack.encode(Refusal(code.value, text))
+    return msgspec.msgpack.encode(Refusal(code.value, text, target))
 
 
 def decode_refusal(body: bytes) -> Refusal:

@@ -24,6 +24,8 @@ from collections import deque
 from baton.core.limits import Limits
 from baton.wire.frames import Frame, Kind
 
+#: Why a link is over after a BYE.
+GOODBYE = "said goodbye"
 #: Most messages held beyond a gap; what is further away is ignored and comes again.
 HELD_MAX = 256
 #: The wait before sending again doubles up to this.
@@ -40,9 +42,12 @@ PINGS_PER_SILENCE = 4
 class Link:
     """All state of one side. ``over`` is ``None`` as long as it lives, then the reason."""
 
-    def __init__(self, source: int, target: int, limits: Limits, now: float) -> None:
+    def __init__(
+        self, source: int, target: int, limits: Limits, now: float, *, number: int = 1
+    ) -> None:
         self._source = source
         self._target = target
+        self.number = number
         self._unacked_max = limits.link_unacked_max
         self._ack_s = limits.link_ack_ms / 1e3
         self._resend_first_s = limits.link_resend_ms / 1e3
@@ -119,7 +124,7 @@ class Link:
         if frame.kind is Kind.DATA:
             return self._on_data(frame.seq, frame.body, now)
         if frame.kind is Kind.BYE:
-            self.end("said goodbye")
+            self.end(GOODBYE)
         return []
 
     def heard(self, now: float) -> None:
@@ -177,14 +182,17 @@ class Link:
         if self._may_put():
             return self._data(now)
         if self._ack_at is not None and now >= self._ack_at:
-            return self._said(Frame(Kind.ACK, self._source, self._target, 0, self._handled), now)
+            return self._said(self._frame(Kind.ACK), now)
         if now >= self._ping_at:
-            return self._said(Frame(Kind.PING, self._source, self._target, 0, self._handled), now)
+            return self._said(self._frame(Kind.PING), now)
         return None
 
     def goodbye(self) -> Frame:
         """Return the last frame of this side; it acknowledges all that was handled."""
-        return Frame(Kind.BYE, self._source, self._target, 0, self._handled)
+        return self._frame(Kind.BYE)
+
+    def _frame(self, kind: Kind, seq: int = 0, body: bytes = b"") -> Frame:
+        return Frame(kind, self._source, self._target, self.number, seq, self._handled, body)
 
     @property
     def blocked_until(self) -> float:
@@ -221,9 +229,7 @@ class Link:
             self._put = seq
         if self._resend_at is None:
             self._resend_at = now + self._resend_s
-        return self._said(
-            Frame(Kind.DATA, self._source, self._target, seq, self._handled, body), now
-        )
+        return self._said(self._frame(Kind.DATA, seq, body), now)
 
     def _said(self, frame: Frame, now: float) -> Frame:
         self._ack_at = None
