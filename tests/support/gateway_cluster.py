@@ -295,6 +295,16 @@ class GatewayCluster:
         assert value, "the awaited condition did not come about"
         return value
 
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
+        """Wait for what nothing announces (a task's end, a socket's), turn by turn of the loop."""
+        turn = threading.Event()
+        until = self.loop.time() + timeout_s
+        while not condition():
+            assert self.loop.time() < until, "the awaited condition did not come about"
+            turn.clear()
+            self.loop.call_soon_threadsafe(self.loop.call_later, 0.01, turn.set)
+            turn.wait(1)
+
     def feed(self, event: object) -> None:
         """Give the machine an event."""
         self.call(lambda: self.driver.feed(event))

@@ -126,10 +126,12 @@ class Request:
         self._budget.give_back(self._held)
         self._held = 0
 
-    async def wait_gone(self) -> None:
-        """Return when the client has disconnected. Only after the body was read."""
+    async def wait_gone(self) -> Reason:
+        """Return when and why the client is gone. Only after the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        stalled = self.scope.get("state", {}).get("fate", {}).get("stalled", False)
+        return Reason.SLOW_READER if stalled else Reason.CLIENT_DISCONNECTED
 
     def abort(self) -> None:
         """Cut the connection at once, without waiting for what was not taken."""
@@ -185,8 +187,7 @@ async def watched(request: Request, stream: Stream) -> AsyncIterator[None]:
     """While inside, a disconnect of the client cancels what ``stream`` waits for."""
 
     async def watch() -> None:
-        await request.wait_gone()
-        stream.leave(Reason.CLIENT_DISCONNECTED)
+        stream.leave(await request.wait_gone())
 
     task = asyncio.get_running_loop().create_task(watch())
     try:

@@ -45,6 +45,7 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self._fate: dict[str, bool] = {}
             if len(serving.connections) >= limits.connections_max:
                 self._refused = True
                 transport.write(_FULL % (len(_FULL_BODY), _FULL_BODY))
@@ -52,7 +53,7 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
                 return
             serving.connections.add(transport)
             _tune(transport, limits)
-            self.app_state = {**self.app_state, "abort": transport.abort}
+            self.app_state = {**self.app_state, "abort": transport.abort, "fate": self._fate}
 
         def data_received(self, data: bytes) -> None:
             if not self._refused:
@@ -60,6 +61,8 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
 
         def connection_lost(self, exc: Exception | None) -> None:
             serving.connections.discard(self.transport)
+            if isinstance(exc, TimeoutError):
+                self._fate["stalled"] = True
             super().connection_lost(exc)
 
     class WebSocket(WebSocketsSansIOProtocol):
@@ -116,7 +119,8 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
 
 
 def _tune(transport: asyncio.Transport, limits: Limits) -> None:
-    """A client whose host is gone is noticed by the kernel within ``write_stall_ms``."""
+    """A client that acknowledges or takes nothing is cut by the kernel: the gateway's own guard
+    cannot see that small writes only fill the kernel's buffer."""
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,7 +98,9 @@ class ModelText:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return the ids of ``text``; ``special`` adds what the tokenizer puts around a text."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        # Of the ways to encode, only the batch ones let other threads run meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return list(encoding.ids)
 
     def text_of(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Return the text of ``ids``, each byte that is no UTF-8 as U+FFFD."""
@@ -157,6 +160,8 @@ def load_model_text(folder: Path) -> ModelText:
         tokenizer = Tokenizer.from_buffer(raw)
     except Exception as error:  # tokenizers raises bare Exception for a broken file
         raise ModelFolderError(f"{tokenizer_file} is broken: {error}") from None
+    # One text at a time: a pool of threads would only take cores from the engine.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if _decoding_of(document.get("decoder")) == "":
