@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from baton.cli.client import GatewayClient
-from support.ops_cluster import OpsCluster, ops_cluster, wait_until
+from support.ops_cluster import BATON, OpsCluster, ops_cluster, wait_until
 
 ENDS_WITHIN_S = 5.0
 
@@ -191,3 +193,27 @@ def test_a_taken_port_is_tried_slowly_and_taken_when_free() -> None:
             starts = log.read_text().count("spawned: 'gateway-0'") - before
             assert 4 <= starts <= 15
         wait_until(lambda: _serves(cluster), 20.0, "serving again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment_s", [0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0])
+def test_a_supervisor_killed_while_all_start_leaves_no_process(moment_s: float) -> None:
+    """kill -9 of supervisor at any moment of the start: nothing runs 5 s later."""
+    with ops_cluster() as cluster:
+        up = subprocess.Popen(
+            [*BATON, "up"],
+            env=cluster.env(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        record = cluster.run_dir / "cluster.json"
+        wait_until(lambda: record.exists() or up.poll() is not None, 20.0, "supervisor started")
+        supervisor = cluster.supervisor()
+        threading.Event().wait(moment_s)
+        supervisor.send(signal.SIGKILL)
+        _, error = up.communicate(timeout=60)
+        assert up.returncode == 1
+        assert "supervisor ended" in error
+        assert cluster.left_behind() == []

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import pty
-import select
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from baton.cli.processes import name_of
 from support.ops_cluster import OpsCluster, ops_cluster, wait_until
+from support.ops_terminal import exit_code, read_until
 
 MAKE = shutil.which("make")
 MAKEFILE = "run:\n\t@exec {python} -m baton.cli.main run --end-with-parent\n"
@@ -29,21 +28,6 @@ def _makefile(folder: Path) -> Path:
     return path
 
 
-def _read_until(terminal: int, text: str, seconds: float) -> str:
-    """Return what the terminal showed until ``text``; or all of it at its end."""
-    seen, deadline = "", time.monotonic() + seconds
-    while text not in seen:
-        left = deadline - time.monotonic()
-        assert left > 0, f"not shown: {text!r}; shown: {seen}"
-        if not select.select([terminal], [], [], left)[0]:
-            continue
-        try:
-            seen += os.read(terminal, 4096).decode(errors="replace")
-        except OSError:
-            return seen
-    return seen
-
-
 def _start_in_terminal(cluster: OpsCluster, makefile: Path) -> tuple[int, int]:
     """Run make as a shell's foreground job in a terminal of its own; return pid and terminal."""
     pid, terminal = pty.fork()
@@ -54,37 +38,17 @@ def _start_in_terminal(cluster: OpsCluster, makefile: Path) -> tuple[int, int]:
     return pid, terminal
 
 
-def _exit_code(pid: int, terminal: int) -> int:
-    """Wait for make; return its exit code, or the negative number of its signal."""
-    codes: list[int] = []
-
-    def ended() -> bool:
-        # A terminal nobody reads would stop the one that writes.
-        if select.select([terminal], [], [], 0)[0]:
-            try:
-                os.read(terminal, 4096)
-            except OSError:
-                pass
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            codes.append(os.waitstatus_to_exitcode(status))
-        return bool(done)
-
-    wait_until(ended, 30.0, "make ends")
-    return codes[0]
-
-
 def test_ctrl_c_in_a_terminal_ends_make_run_with_exit_code_0(tmp_path: Path) -> None:
     """An answer streams, Ctrl-C stops everything in order, make reports success."""
     with ops_cluster() as cluster:
         pid, terminal = _start_in_terminal(cluster, _makefile(tmp_path))
         try:
-            shown = _read_until(terminal, "Ctrl-C stops everything", 60)
+            shown = read_until(terminal, "Ctrl-C stops everything", 60)
             assert "tokens/s" in shown
             assert f"http://127.0.0.1:{cluster.port}/v1" in shown
             os.write(terminal, b"\x03")
-            _read_until(terminal, "nothing is left behind", 30)
-            assert _exit_code(pid, terminal) == 0
+            read_until(terminal, "nothing is left behind", 30)
+            assert exit_code(pid, terminal) == 0
         finally:
             os.close(terminal)
         assert cluster.left_behind() == []
@@ -92,12 +56,12 @@ def test_ctrl_c_in_a_terminal_ends_make_run_with_exit_code_0(tmp_path: Path) -> 
 
 def test_ctrl_c_while_it_starts_ends_it_too(tmp_path: Path) -> None:
     """Ctrl-C before the cluster is ready leaves nothing and is no error."""
-    with ops_cluster(BATON_FAKE_WARM_UP_MS="20000") as cluster:
+    with ops_cluster() as cluster:
         pid, terminal = _start_in_terminal(cluster, _makefile(tmp_path))
         try:
-            _read_until(terminal, "decode-0", 60)
+            read_until(terminal, "decode-0 starting", 60)
             os.write(terminal, b"\x03")
-            assert _exit_code(pid, terminal) == 0
+            assert exit_code(pid, terminal) == 0
         finally:
             os.close(terminal)
         assert cluster.left_behind() == []

@@ -55,7 +55,11 @@ def ensure_prepared(source: str, cache: Path) -> Path:
     say(f"preparing {source}: converted and proven once, then kept in {cache}")
     command = [sys.executable, "-m", "baton.engine.prepare", source, str(cache)]
     # Its standard output is progress for people; the folder is looked up again afterwards.
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+    environ = dict(os.environ)
+    if not sys.stderr.isatty():
+        # A progress bar in a log is a thousand lines.
+        environ["TQDM_DISABLE"] = "1"
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, env=environ, check=False)
     if done.returncode < 0:
         raise CommandError(f"preparing {source} was ended by signal {-done.returncode}")
     if done.returncode != 0:

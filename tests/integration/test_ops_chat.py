@@ -1,0 +1,38 @@
+"""`baton chat` in a terminal: Ctrl-C ends the answer, not the program."""
+
+from __future__ import annotations
+
+import os
+import pty
+
+from support.ops_cluster import BATON, ops_cluster, wait_until
+from support.ops_terminal import exit_code, read_until
+
+
+def test_ctrl_c_cancels_the_answer_and_leaves_the_program() -> None:
+    """After Ctrl-C nothing runs for the request any more, and the next question is answered."""
+    with ops_cluster(BATON_FAKE_STEP_MS="60") as cluster:
+        cluster.up()
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.execve(BATON[0], [*BATON, "chat", "--max-tokens", "400"], cluster.env())
+        try:
+            read_until(terminal, "> ", 30)
+            os.write(terminal, b"Tell me a story\n")
+            read_until(terminal, "story", 10)
+
+            def sequences() -> int:
+                rows = {row["process"]: row for row in cluster.status()["processes"]}
+                return sum(rows["decode-0"]["report"]["sequences"].values())
+
+            wait_until(lambda: sequences() == 1, 20.0, "decode works on it")
+            os.write(terminal, b"\x03")
+            read_until(terminal, "[cancelled]", 10)
+            wait_until(lambda: sequences() == 0, 10.0, "decode has dropped it")
+            os.write(terminal, b"/reset\n")
+            read_until(terminal, "(forgotten)", 10)
+            os.write(terminal, b"/exit\n")
+            assert exit_code(pid, terminal) == 0
+        finally:
+            os.close(terminal)
+        assert cluster.down().returncode == 0
