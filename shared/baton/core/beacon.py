@@ -25,7 +25,7 @@ class Beacon:
         """Whether ``state`` is to be told now; if so it counts as told."""
         self._changed = state != self._told
         wait = self.pause_s if self._changed else self.beat_s
-        if now - self._told_at < wait:
+        if now < self._told_at + wait:  # the very sum of deadline(): else it is asked for ever
             return False
         self._told, self._told_at, self._changed = state, now, False
         return True
