@@ -281,6 +281,7 @@ class PrefillFailed(Message, frozen=True):
     epoch: int
     reason: Reason
     message: str = ""
+    retryable: bool = True
 
 
 class TicketRevoked(Message, frozen=True):
