@@ -41,7 +41,10 @@ class TicketRecord:
     announced: set[int] = field(default_factory=set)
     verified: set[int] = field(default_factory=set)
     commit: PrefillCommitted | None = None
+    stopped: bool = False
+    """The writer said that it stores no more: it committed, failed or stopped."""
     revoked: bool = False
+    """Its sequence is over; the record waits for the writer, or for the proof of its death."""
 
 
 class Handover:
@@ -93,11 +96,10 @@ class Handover:
         return waiting
 
     def _still_writing(self, peer: Peer) -> list[Key]:
-        """Tickets whose writer has not said that it stopped; a commit says so."""
         return [
             key
             for key, record in self.tickets.items()
-            if record.writer == peer and record.commit is None
+            if record.writer == peer and not record.stopped
         ]
 
     def probed(self, incarnation: int, alive: bool) -> None:
@@ -111,13 +113,18 @@ class Handover:
             return
         del self.condemned[incarnation]
         for key in self._still_writing(peer):
-            self._writer_stopped(key)
+            if self.tickets[key].revoked:
+                self._release(key)
+            # Else it came back, got this ticket and died: its lost link ends the attempt.
         self.state.note("writer_dead", writer=str(peer))
 
     def tick(self, now: float) -> None:
-        """Look again at the locks of those that are gone."""
+        """Look again at the locks of those that are gone and still hold something."""
         if self.probe_at is None or now < self.probe_at:
             return
+        for incarnation, peer in list(self.condemned.items()):
+            if not any(self.tickets[key].revoked for key in self._still_writing(peer)):
+                del self.condemned[incarnation]  # it came back, and stopped
         for incarnation in self.condemned:
             self.state.emit(ProbeWriter(incarnation))
         again = now + self.state.limits.reader_probe_ms / 1000
@@ -171,9 +178,13 @@ class Handover:
         record = self.tickets.get(key)
         if record is None or record.writer != peer:
             return None
+        record.stopped = True
+        if record.revoked:
+            self._release(key)
+            return None
         wrong = self._verify(peer, message.request_id, message.epoch, message.sums)
         record.commit = message
-        if wrong is None and record.announced != set(record.writes) and not record.revoked:
+        if wrong is None and record.announced != set(record.writes):
             wrong = "the commit leaves blocks that were never announced"
         return wrong
 
@@ -232,7 +243,7 @@ class Handover:
         record = self.tickets[seq.key]
         for logical in sorted(record.writes):
             self.state.pool.settle(record.writes[logical])
-        self._writer_stopped(seq.key)
+        self._release(seq.key)
 
     # --- ends ---------------------------------------------------------------------------------
 
@@ -251,27 +262,39 @@ class Handover:
         pool.release(seq.blocks[:leading])
         pool.abandon(seq.blocks[leading:])
         seq.blocks = []
-        if record.commit is not None:
-            self._writer_stopped(seq.key)
+        if record.stopped:
+            self._release(seq.key)
             return
         record.revoked = True
         self.state.send(record.writer, TicketRevoked(seq.spec.request_id, seq.epoch))
 
-    def stopped(self, peer: Peer, key: Key) -> None:
-        """The writer says that nothing of it touches that ticket's blocks any more."""
+    def stopped(self, peer: Peer, key: Key) -> Sequence | None:
+        """The writer says that nothing of it touches that ticket's blocks any more.
+
+        Return the sequence that waited for it, if it stopped unasked: that attempt is over.
+        """
         record = self.tickets.get(key)
-        if record is not None and record.writer == peer:
-            self._writer_stopped(key)
+        if record is None or record.writer != peer or record.commit is not None:
+            return None
+        record.stopped = True
+        if record.revoked:
+            self._release(key)
+            return None
+        return self.state.sequences[key[0]]
 
     def revoking(self) -> bool:
-        """Whether blocks will come back as soon as a writer has stopped."""
-        return any(record.revoked for record in self.tickets.values())
+        """Whether blocks will come back soon: a writer that can be reached was told to stop."""
+        return any(r.revoked and r.writer in self.state.peers for r in self.tickets.values())
 
-    def _writer_stopped(self, key: Key) -> None:
+    def _release(self, key: Key) -> None:
+        """The writer is done with it, or dead."""
         self.state.pool.unhold(self.tickets.pop(key).held)
 
     def check(self) -> None:
-        """Assert that every live ticket belongs to a sequence or is revoked."""
+        """Assert that a ticket belongs to a sequence or is revoked, and that a sequence that
+        waits has a ticket."""
+        for seq in self.state.sequences.values():
+            assert seq.stage is not Stage.REMOTE or seq.key in self.tickets
         for (request_id, epoch), record in self.tickets.items():
             seq = self.state.sequences.get(request_id)
             owned = seq is not None and seq.epoch == epoch and seq.stage is Stage.REMOTE

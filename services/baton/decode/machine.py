@@ -85,6 +85,7 @@ class DecodeMachine:
         self.scheduler = Scheduler(self.state, self.handover)
         self.lease = LeaseState.VACANT
         self.draining = False
+        self.drain_due: float | None = None
         self.exited = False
         self.arrivals = 0
         self.beat_at = 0.0
@@ -103,6 +104,8 @@ class DecodeMachine:
         times = [self.beat_at, self.beacon.deadline()]
         if self.handover.probe_at is not None:
             times.append(self.handover.probe_at)
+        if self.drain_due is not None:
+            times.append(self.drain_due)
         return min(times)
 
     def check(self) -> None:
@@ -143,9 +146,7 @@ class DecodeMachine:
                 self.lease = state
                 self.beacon.forget()
             case DrainRequested():
-                self.draining = True
-                self.beacon.forget()
-                self.state.note("draining", sequences=len(self.state.sequences))
+                self._drain(now)
             case LedgerAnswered(op, reply):
                 if isinstance(op, EndRequest) and isinstance(reply, Unavailable):
                     self.state.note("end_not_recorded", request_id=op.request_id, level="warning")
@@ -157,7 +158,7 @@ class DecodeMachine:
     def _received(self, peer: Peer, message: AnyMessage, now: float) -> None:
         match message:
             case ReserveDecode():
-                self._reserve(peer, message)
+                self._reserve(peer, message, now)
             case ArenaMapped():
                 self.handover.mapped(peer, message)
             case ChunkAnnounced(request_id, epoch):
@@ -165,14 +166,13 @@ class DecodeMachine:
             case PrefillCommitted(request_id, epoch):
                 self._complain(request_id, epoch, self.handover.committed(peer, message))
                 self._join_if_complete(request_id, epoch, now)
-            case PrefillFailed(request_id, epoch, reason, text):
-                seq = self._waiting_for(request_id, epoch, peer)
-                if seq is not None:
-                    self._drop(seq)
-                    self.state.work_failed(seq, reason, text)
-                self.handover.stopped(peer, (request_id, epoch))
+            case PrefillFailed(request_id, epoch, reason, text, retryable):
+                seq = self.handover.stopped(peer, (request_id, epoch))
+                self._attempt_over(seq, reason, text, retryable=retryable)
             case WriterStopped(request_id, epoch):
-                self.handover.stopped(peer, (request_id, epoch))
+                # Unasked: it was cancelled over another link, and so will this worker be.
+                seq = self.handover.stopped(peer, (request_id, epoch))
+                self._attempt_over(seq, Reason.FENCED, f"{peer} stopped")
             case CancelWork(request_id, epoch, reason):
                 self._cancel(request_id, epoch, reason)
             case RequestEnded(request_id, epoch, outcome):
@@ -185,7 +185,7 @@ class DecodeMachine:
 
     # --- taking in ----------------------------------------------------------------------------
 
-    def _reserve(self, router: Peer, message: ReserveDecode) -> None:
+    def _reserve(self, router: Peer, message: ReserveDecode, now: float) -> None:
         spec, epoch = message.spec, message.epoch
         known = self.state.sequences.get(spec.request_id)
         if known is not None and known.epoch >= epoch:
@@ -202,14 +202,19 @@ class DecodeMachine:
         seq = Sequence.create(
             message, router, order=self.arrivals, block_size=self.state.block_size
         )
-        refusal = self._take_in(seq, message.prefill)
-        if refusal is not None:
-            self._refuse(router, message, *refusal)
-            return
+        if seq.finish is None:
+            refusal = self._take_in(seq, message.prefill)
+            if refusal is not None:
+                self._refuse(router, message, *refusal)
+                return
         self.state.sequences[spec.request_id] = seq
         self.state.measure("prefix_cache_queries_total", seq.length)
         self.state.measure("prefix_cache_hits_total", seq.cached_tokens)
         self.state.send(router, DecodeReserved(spec.request_id, epoch, seq.cached_tokens))
+        if seq.finish is not None:
+            # Only the word that it is complete was missing.
+            self._queue_run(seq, seq.forced)
+            self._finish(seq, now)
 
     def _why_not(self, message: ReserveDecode) -> tuple[Reason, str] | None:
         state, spec = self.state, message.spec
@@ -276,11 +281,12 @@ class DecodeMachine:
 
     # --- the hand-over ------------------------------------------------------------------------
 
-    def _waiting_for(self, request_id: str, epoch: int, peer: Peer) -> Sequence | None:
-        seq = self.state.sequences.get(request_id)
-        if seq is None or seq.epoch != epoch or seq.stage is not Stage.REMOTE:
-            return None
-        return seq if self.handover.tickets[seq.key].writer == peer else None
+    def _attempt_over(
+        self, seq: Sequence | None, reason: Reason, text: str, *, retryable: bool = True
+    ) -> None:
+        if seq is not None:
+            self._drop(seq)
+            self.state.work_failed(seq, reason, text, retryable=retryable)
 
     def _complain(self, request_id: str, epoch: int, wrong: str | None) -> None:
         """A message that does not fit its ticket ends the attempt: never guess."""
@@ -382,11 +388,15 @@ class DecodeMachine:
         seq.append(token_id, logprob)
         self._queue_run(seq, len(seq.output) - 1)
         if seq.finish is not None:
-            self.state.note("finished", seq, finish=seq.finish, tokens=len(seq.output))
-            seq.stage = Stage.FINISHED
-            seq.finished_at = now
-            self.state.pool.release(seq.blocks)
-            seq.blocks = []
+            self._finish(seq, now)
+
+    def _finish(self, seq: Sequence, now: float) -> None:
+        """Complete: without blocks from now on, and kept until its gateway has spoken."""
+        self.state.note("finished", seq, finish=seq.finish, tokens=len(seq.output))
+        seq.stage = Stage.FINISHED
+        seq.finished_at = now
+        self.state.pool.release(seq.blocks)
+        seq.blocks = []
 
     def _queue_run(self, seq: Sequence, index: int) -> None:
         """Queue output ids from ``index`` on for the sequence's gateway."""
@@ -399,7 +409,7 @@ class DecodeMachine:
             ids=tuple(seq.output[start:]),
             logprobs=logprobs,
             finish=seq.finish,
-            cached_tokens=0 if seq.sent_first else seq.cached_tokens,
+            cached_tokens=seq.cached_tokens if start == 0 else 0,
         )
         seq.sent_first = True
         self.state.runs.setdefault(seq.spec.gateway, []).append(run)
@@ -482,9 +492,33 @@ class DecodeMachine:
             CallLedger(EndRequest(seq.spec.request_id, seq.epoch, outcome, self.state.me))
         )
 
+    def _drain(self, now: float) -> None:
+        if self.draining:
+            return
+        self.draining = True
+        self.drain_due = now + self.state.limits.drain_ms / 1000
+        self.beacon.forget()
+        self.state.note("draining", sequences=len(self.state.sequences))
+
+    def _end_drain(self) -> None:
+        """Time is up: the router places elsewhere what still runs; the memory goes with us."""
+        self.drain_due = None
+        for seq in list(self.state.sequences.values()):
+            self._drop(seq)
+            if seq.stage is not Stage.FINISHED:
+                self.state.work_failed(seq, Reason.DRAINING, "this worker is shutting down")
+        self._exit_drained()
+
+    def _exit_drained(self) -> None:
+        if not self.exited:
+            self.exited = True
+            self.state.emit(Exit(0, "drained"))
+
     def _tick(self, now: float) -> None:
         self.handover.tick(now)
         limits = self.state.limits
+        if self.drain_due is not None and now >= self.drain_due:
+            self._end_drain()
         since = self.scheduler.step_since
         if since is not None and now - since > limits.step_hung_ms / 1000:
             self.state.emit(Exit(EXIT_HUNG, f"step {self.scheduler.step} is hung"))
@@ -507,9 +541,8 @@ class DecodeMachine:
         self.state.flush_marks()
         self._report(now)
         idle = not self.state.sequences and not self.handover.tickets
-        if self.draining and idle and self.scheduler.step_since is None and not self.exited:
-            self.exited = True
-            self.state.emit(Exit(0, "drained"))
+        if self.draining and idle and self.scheduler.step_since is None:
+            self._exit_drained()
 
     def _report(self, now: float) -> None:
         """Tell the routers, at every beat and when what matters to placement has changed."""

@@ -13,6 +13,7 @@ import numpy as np
 from baton.core.ids import Peer
 from baton.core.outcomes import FinishReason
 from baton.core.prefix import chain_next
+from baton.core.stopping import finish_of
 from baton.ports.engine import TokenIds
 from baton.wire.messages import RequestSpec, ReserveDecode, TokenLogprob
 
@@ -63,6 +64,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One for each id of ``output[forced:]`` if the request wants them."""
     finish: FinishReason | None = None
+    """Why it is complete; set at creation if the forced ids are the whole answer."""
     finished_at: float = 0.0
     sent_first: bool = False
 
@@ -77,6 +79,10 @@ class Sequence:
         length = len(prompt) + len(forced)
         tokens[: len(prompt)] = prompt
         tokens[len(prompt) : length] = forced
+        finish = None
+        if len(forced):
+            last = len(forced) - 1
+            finish = finish_of(spec.sampling, spec.max_tokens, last, int(forced[last]))
         return cls(
             spec=spec,
             epoch=message.epoch,
@@ -87,6 +93,7 @@ class Sequence:
             length=length,
             block_size=block_size,
             output=[int(token) for token in forced],
+            finish=finish,
         )
 
     @property

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from baton.core.blocks import BlockPool
 from baton.core.ids import Member, Peer
 from baton.core.limits import Limits
-from baton.core.outcomes import Reason
+from baton.core.outcomes import Ending, Outcome, Reason
 from baton.decode.io import MarkBlocks
 from baton.decode.sequence import Sequence, Stage
 from baton.ports.channel import BlockMark
 from baton.ports.driving import Measure, Note, Send
-from baton.wire.messages import AnyMessage, ArenaRef, TokenRun, WorkFailed
+from baton.wire.messages import AnyMessage, ArenaRef, RequestFailed, TokenRun, WorkFailed
 
 
 @dataclass(slots=True)
@@ -80,12 +80,16 @@ class State:
     def work_failed(
         self, seq: Sequence, reason: Reason, message: str, *, retryable: bool = True
     ) -> None:
-        """Tell the router that this attempt is over here."""
+        """Tell the router that this attempt is over here; without one, the gateway: a clear
+        error is better than silence."""
+        request_id, epoch = seq.key
         self.note("attempt_failed", seq, reason=reason, message=message)
-        self.send(
-            seq.router,
-            WorkFailed(seq.spec.request_id, seq.epoch, reason, message, retryable=retryable),
-        )
+        if seq.router in self.peers:
+            failed = WorkFailed(request_id, epoch, reason, message, retryable=retryable)
+            self.send(seq.router, failed)
+        else:
+            outcome = Outcome(Ending.FAILED, reason=reason, message=message)
+            self.send(seq.spec.gateway, RequestFailed(request_id, epoch, outcome))
 
     def seal_full(self, seq: Sequence) -> None:
         """Name the blocks that are full by now, so that others find them."""
