@@ -16,8 +16,8 @@ from baton.engine.fake_model import fake_info
 from baton.engine.info import layout_of
 from baton.engine.torch_engine import TorchEngine
 from baton.ports.engine import Engine, StepFailed
-from support.engine_fixtures import Arena, Sequel, ids_of
 from support.engine_models import VOCAB, tiny_info, tiny_model
+from support.engine_steps import Arena, Sequel, ids_of
 
 BLOCK = 16
 #: Longer than two attention tiles, not a multiple of anything.

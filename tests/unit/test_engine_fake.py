@@ -15,7 +15,7 @@ from baton.engine.fake import EOS_ID, FakeEngine, FakeKnobs, KVCorrupt, forced_i
 from baton.engine.fake_model import fake_info, write_fake_model
 from baton.engine.info import layout_of, read_info
 from baton.ports.engine import StepFailed
-from support.engine_fixtures import Arena, Sequel, ids_of
+from support.engine_steps import Arena, Sequel, ids_of
 
 LAYOUT = layout_of(fake_info(), "float32", 16)
 PROMPT = ids_of(b"Tell me where the baton is now, and who holds it.")

@@ -17,7 +17,7 @@ from baton.engine.info import (
     read_info,
     resolve_dtype,
 )
-from support.engine_fixtures import child_env
+from support.engine_steps import child_env
 
 
 def test_auto_is_bfloat16_only_where_the_cpu_computes_it() -> None:

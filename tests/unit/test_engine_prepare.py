@@ -20,8 +20,8 @@ from baton.engine.fake_model import write_fake_model
 from baton.engine.info import ModelNotPrepared, ModelRefused
 from baton.engine.prepare import check_prepared, prepare
 from baton.engine.sources import ModelUnavailable, find_source
-from support.engine_fixtures import Arena, Sequel, child_env
 from support.engine_models import tiny_model
+from support.engine_steps import Arena, Sequel, child_env
 
 
 def silent(what: str, share: float) -> None:

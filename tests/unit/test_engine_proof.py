@@ -12,8 +12,8 @@ from baton.engine.info import ModelRefused, layout_of
 from baton.engine.load import empty_model
 from baton.engine.proof import long_length, prove_model
 from baton.engine.torch_engine import TorchEngine
-from support.engine_fixtures import Arena, Sequel, ids_of
 from support.engine_models import PROVEN, REFUSED, VOCAB, tiny_config, tiny_info, tiny_model
+from support.engine_steps import Arena, Sequel, ids_of
 
 
 @pytest.mark.parametrize("family", PROVEN)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.stop_points import FileStopPoints, StopPointHit
-from support.engine_fixtures import child_env
+from support.engine_steps import child_env
 
 
 def test_without_a_trigger_nothing_happens(tmp_path: Path) -> None:

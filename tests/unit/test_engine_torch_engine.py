@@ -14,8 +14,8 @@ from baton.engine.build import build_engine
 from baton.engine.info import ModelRefused, layout_of
 from baton.engine.torch_engine import TorchEngine
 from baton.ports.engine import StepFailed
-from support.engine_fixtures import Arena, Sequel, ids_of
 from support.engine_models import VOCAB, tiny_info, tiny_model
+from support.engine_steps import Arena, Sequel, ids_of
 
 pytest_plugins = ["support.engine_fixtures"]
 

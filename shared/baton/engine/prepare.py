@@ -27,7 +27,7 @@ from baton.ports.engine import ModelInfo
 #: What a folder was made from; its presence and content decide whether it may be used.
 SOURCE_FILE = "source.json"
 #: Raise when the conversion changes: folders of another version are made again.
-_FORMAT = 1
+_FORMAT = 2
 
 Progress = Callable[[str, float], None]
 
@@ -143,7 +143,7 @@ def _describe(source: ModelSource, model: Any, work: Path) -> ModelInfo:
         eos = config.eos_token_id
     return ModelInfo(
         name=source.name,
-        digest=_digest(work / "config.json", work / "model.safetensors"),
+        digest=_model_digest(work),
         tokenizer_digest=_digest(work / "tokenizer.json"),
         architecture=type(model).__name__,
         vocab_size=config.vocab_size,
@@ -156,6 +156,16 @@ def _describe(source: ModelSource, model: Any, work: Path) -> ModelInfo:
         parameters=sum(value.numel() for value in model.parameters()),
         created=int(time.time()),
     )
+
+
+def _model_digest(work: Path) -> str:
+    """Digest weights and configuration, without what differs between two equal conversions."""
+    config = msgspec.json.decode((work / "config.json").read_bytes())
+    for note in ("transformers_version", "_name_or_path", "_model_name_or_path"):
+        config.pop(note, None)
+    whole = hashlib.sha256(msgspec.json.encode(config, order="sorted"))
+    whole.update(bytes.fromhex(_digest(work / "model.safetensors")))
+    return whole.hexdigest()
 
 
 def _digest(*files: Path) -> str:
