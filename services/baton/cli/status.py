@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -108,7 +109,7 @@ def _merge(
 def show(picture: Mapping[str, Any], found: ClusterRecord) -> None:
     """Draw the table."""
     table(
-        f"{found.name} at {reach(found.url)}: {found.mode}, {found.model}, "
+        f"{found.name} at {reach(found.url)}: {found.mode}, {Path(found.model).name}, "
         + ("ready" if picture["ready"] else "NOT ready"),
         COLUMNS,
         [_line(row) for row in picture["processes"]],
