@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.machine_playbook import Like, Playbook, ids, request, sent
 
 from baton.core.events import DrainRequested, LeaseChanged, TimePassed
 from baton.core.ids import Peer, Role
@@ -50,6 +49,7 @@ from baton.wire.messages import (
     WorkRefused,
     WriterStopped,
 )
+from support.machine_playbook import Like, Playbook, ids, request, sent
 
 ME, R = Peer("decode-0", 1), Peer("router-0", 2)
 G, P, Q = Peer("gateway-0", 3), Peer("prefill-0", 4), Peer("prefill-1", 5)

@@ -82,6 +82,7 @@ class PrefillMachine:
         self.peers: dict[Peer, Member] = {}
         self.lease = LeaseState.VACANT
         self.draining = False
+        self.drain_due: float | None = None
         self.exited = False
         #: By request id, in order of arrival.
         self.jobs: dict[str, Job] = {}
@@ -106,13 +107,15 @@ class PrefillMachine:
         self._dispatch(event, now)
         self._start_chunk(now)
         self._report(now)
-        if self.draining and not self.jobs and not self.flying and not self.exited:
-            self.exited = True
-            self._emit(Exit(0, "drained"))
+        if self.draining and not self.jobs and not self.flying:
+            self._exit_drained()
         return self.commands
 
     def deadline(self) -> float | None:
-        return min(self.beat_at, self.beacon.deadline())
+        times = [self.beat_at, self.beacon.deadline()]
+        if self.drain_due is not None:
+            times.append(self.drain_due)
+        return min(times)
 
     def check(self) -> None:
         assert len(self.jobs) <= self.limits.prefill_queue_max
@@ -148,15 +151,14 @@ class PrefillMachine:
             case PeerUp(member):
                 self.peers[member.peer] = member
                 self.beacon.forget()
+                self._replaced(member.peer)
             case PeerLost():
                 self._peer_lost(event)
             case LeaseChanged(state):
                 self.lease = state
                 self.beacon.forget()
             case DrainRequested():
-                self.draining = True
-                self.beacon.forget()
-                self._note("draining", jobs=len(self.jobs))
+                self._drain(now)
             case LedgerAnswered() | PeerRefused():
                 pass  # nothing here rests on the answer; the shell counts and logs both
             case _:
@@ -394,7 +396,8 @@ class PrefillMachine:
         self._note("attempt_failed", job, level="warning", reason=reason, message=text)
         self._forget(job)
         request_id, epoch = job.key
-        self._send(job.decode, PrefillFailed(request_id, epoch, reason, text))
+        failed = PrefillFailed(request_id, epoch, reason, text, retryable=retryable)
+        self._send(job.decode, failed)
         self._send(job.router, WorkFailed(request_id, epoch, reason, text, retryable=retryable))
 
     # --- arenas, peers, time ------------------------------------------------------------------
@@ -422,6 +425,17 @@ class PrefillMachine:
             self.gone.add(peer)
         self._unmap_gone()
 
+    def _replaced(self, peer: Peer) -> None:
+        """Who has this name now is the end of whoever had it before: one that was out of reach
+        when it died is not reported otherwise."""
+        known = [*self.arenas.values(), *self.mapping.values()]
+        self.gone |= {
+            ref.owner
+            for ref in known
+            if ref.owner.worker_id == peer.worker_id and ref.owner != peer
+        }
+        self._unmap_gone()
+
     def _unmap_gone(self) -> None:
         """Unmap the arenas of those that are over, once no chunk uses them.
 
@@ -436,7 +450,35 @@ class PrefillMachine:
         known = [*self.arenas.values(), *self.mapping.values()]
         self.gone &= {ref.owner for ref in known}
 
+    def _drain(self, now: float) -> None:
+        if self.draining:
+            return
+        self.draining = True
+        self.drain_due = now + self.limits.drain_ms / 1000
+        self.beacon.forget()
+        self._note("draining", jobs=len(self.jobs))
+
+    def _end_drain(self) -> None:
+        """Time is up: give back what is not done. Of a running chunk nobody can say that it stores
+        no more: our lock's end will."""
+        self.drain_due = None
+        text = "this worker is shutting down"
+        for job in list(self.jobs.values()):
+            if self._flies(*job.key):
+                failed = WorkFailed(*job.key, Reason.DRAINING, text)
+                self._send(job.router, failed)
+            else:
+                self._fail(job, Reason.DRAINING, text)
+        self._exit_drained()
+
+    def _exit_drained(self) -> None:
+        if not self.exited:
+            self.exited = True
+            self._emit(Exit(0, "drained"))
+
     def _tick(self, now: float) -> None:
+        if self.drain_due is not None and now >= self.drain_due:
+            self._end_drain()
         since = self.step_since
         if since is not None and now - since > self.limits.step_hung_ms / 1000:
             self._emit(Exit(EXIT_HUNG, f"step {self.step} is hung"))
