@@ -56,7 +56,9 @@ def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[object]])
     from rich.console import Console
     from rich.table import Table
 
-    drawn = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    # rich would fold a title to the table's width.
+    say(title)
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
     texts = [[str(cell) for cell in line] for line in lines]
     for place, column in enumerate(columns):
         cells = [line[place] for line in texts]
