@@ -10,6 +10,9 @@ PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 BATON := $(VENV_PYTHON) -m baton.cli.main
 PYTEST := $(VENV_PYTHON) -m pytest
+# mypy finds only one root of a namespace by itself.
+PACKAGES := $(addprefix -p baton.,$(notdir $(patsubst %/__init__.py,%,$(wildcard */baton/*/__init__.py))))
+
 .PHONY: help
 help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -58,7 +61,7 @@ lint: install-dev ## style (ruff) and import rules (import-linter)
 
 .PHONY: types
 types: install-dev ## strict types (mypy)
-	@MYPYPATH=shared:services exec $(VENV_PYTHON) -m mypy -p baton
+	@MYPYPATH=shared:services exec $(VENV_PYTHON) -m mypy $(PACKAGES)
 
 .PHONY: bench
 bench: install model ## measure hand-over and interference; tables go to benchmarks/
