@@ -61,6 +61,7 @@ class Entry:
     """When to ask again after it did not answer."""
     verdict: RequestRefused | RequestFailed | None = None
     """What the gateway was told, once it is given up."""
+    closed_at: float = 0.0
     gateway_lost_at: float | None = None
     """Since when there is no link to its gateway."""
     chains: list[bytes] = field(default_factory=list)
@@ -74,6 +75,11 @@ class Entry:
     def tokens(self) -> int:
         """Tokens whose KV the next attempt needs before it can sample."""
         return self.spec.prompt_tokens + len(self.output) // 4
+
+    @property
+    def begun(self) -> bool:
+        """Whether the gateway was told of an attempt, or asked to refuse one."""
+        return self.placed_once or self.epoch > 1 or self.phase in (Phase.FENCING, Phase.RETRYING)
 
     @property
     def remaining(self) -> int:

@@ -89,6 +89,7 @@ class RouterMachine:
         self.gateways: set[Peer] = set()
         self.lease = LeaseState.VACANT
         self.draining = False
+        self.drain_due: float | None = None
         self.exited = False
         self.commands: list[object] = []
         self.queue_s = 0.0
@@ -101,14 +102,17 @@ class RouterMachine:
         self.commands = []
         self._dispatch(event, now)
         self._place_waiting(now)
-        self.tick_at = now + TICK_S if self.entries else None
-        if self.draining and not self.entries and not self.exited:
-            self.exited = True
-            self._emit(Exit(0, "drained"))
+        if not self.entries:
+            self.tick_at = None
+        elif self.tick_at is None:
+            self.tick_at = now + TICK_S
+        if self.draining and not self.entries:
+            self._exit_drained()
         return self.commands
 
     def deadline(self) -> float | None:
-        return self.tick_at
+        times = [time for time in (self.tick_at, self.drain_due) if time is not None]
+        return min(times, default=None)
 
     def check(self) -> None:
         queued = [entry for entry in self.entries.values() if entry.phase is Phase.QUEUED]
@@ -150,7 +154,7 @@ class RouterMachine:
             case LeaseChanged(state):
                 self.lease = state
             case DrainRequested():
-                self._drain()
+                self._drain(now)
             case PeerRefused():
                 pass  # the shell logs it; the pair is simply not used
             case _:
@@ -170,7 +174,7 @@ class RouterMachine:
                     view.refresh(message)
             case DecodeReserved(request_id, epoch):
                 entry = self._placed_entry(request_id, epoch)
-                if entry is not None:
+                if entry is not None and entry.decode == peer:
                     entry.reserved = True
                     self.placement.workers[peer].succeeded()
             case WorkRefused():
@@ -216,13 +220,15 @@ class RouterMachine:
         largest = self.placement.largest_tokens()
         if not largest:
             return Reason.NO_DECODE_WORKER, "no decode worker is up"
-        waiting = len(self.entries) - sum(
-            1 for entry in self.entries.values() if entry.phase in (Phase.PLACED, Phase.CLOSING)
-        )
-        if waiting >= limits.queue_requests_max:
-            return Reason.OVERLOADED, f"{waiting} requests are waiting"
-        if self.queue.tokens + spec.prompt_tokens > limits.queue_tokens_max:
-            return Reason.OVERLOADED, f"{self.queue.tokens} prompt tokens are waiting"
+        waiting = [
+            entry.spec.prompt_tokens
+            for entry in self.entries.values()
+            if entry.phase not in (Phase.PLACED, Phase.CLOSING)
+        ]
+        if len(waiting) >= limits.queue_requests_max:
+            return Reason.OVERLOADED, f"{len(waiting)} requests are waiting"
+        if sum(waiting) + spec.prompt_tokens > limits.queue_tokens_max:
+            return Reason.OVERLOADED, f"{sum(waiting)} prompt tokens are waiting"
         needed = spec.prompt_tokens + (1 if spec.open_ended else spec.max_tokens)
         if needed > largest:
             return (
@@ -255,7 +261,7 @@ class RouterMachine:
                 self._done(entry, op, reply, now)
             case Conflict():
                 entry.ledger_again = None
-                self._conflict(entry, op, reply)
+                self._conflict(entry, op, reply, now)
             case _:
                 raise AssertionError(f"{type(reply).__name__} does not answer {type(op).__name__}")
 
@@ -283,23 +289,32 @@ class RouterMachine:
         entry: Entry,
         op: AdmitRequest | PlaceRequest | RetryRequest,
         reply: Conflict,
+        now: float,
     ) -> None:
         """The record says otherwise: it is the truth."""
         if reply.outcome is not None:
             self._note("already_ended", entry, ending=reply.outcome.ending)
             self._forget(entry)
-            return
-        if isinstance(op, AdmitRequest) and reply.state is not None:
+        elif reply.state is None:
+            self._give_up(entry, now, Reason.INTERNAL, "the ledger has lost this request")
+        elif isinstance(op, AdmitRequest):
             # Its router is gone (the gateway asked here): go on with the next epoch.
             entry.epoch = reply.epoch
             self._recover(entry)
-            return
-        self._give_up(entry, Reason.SUPERSEDED, "the ledger has another owner for this request")
+        else:
+            self._superseded(entry, reply.epoch)
+
+    def _superseded(self, entry: Entry, epoch: int) -> None:
+        """Another router went on with it, and answers for it: a verdict from here could end what
+        runs well there."""
+        self._note("superseded", entry, by_epoch=epoch)
+        self._forget(entry)
 
     def _ledger_silent(self, entry: Entry, reason: str, now: float) -> None:
         waited_ms = (now - entry.ledger_since) * 1000
         if entry.phase is Phase.ADMITTING and waited_ms > self.limits.ledger_wait_ms:
-            self._refuse(entry, Reason.LEDGER_UNAVAILABLE, f"the ledger does not answer: {reason}")
+            text = f"the ledger does not answer: {reason}"
+            self._refuse(entry, now, Reason.LEDGER_UNAVAILABLE, text)
             return
         entry.ledger_again = now + LEDGER_AGAIN_S
 
@@ -403,7 +418,7 @@ class RouterMachine:
         self._note("placement_refused", entry, by=str(peer), reason=reason, message=text)
         if reason is Reason.TOO_LONG:
             self._cancel_work(entry, reason)
-            self._refuse(entry, reason, text)
+            self._refuse(entry, now, reason, text)
             return
         entry.not_before = now + REFUSED_PAUSE_S
         self._recover(entry)
@@ -417,10 +432,10 @@ class RouterMachine:
         self._note("attempt_failed", entry, by=str(peer), reason=reason, message=message.message)
         if not message.retryable:
             self._cancel_work(entry, reason)
-            self._give_up(entry, reason, message.message)
+            self._give_up(entry, now, reason, message.message)
             return
-        if reason is Reason.NO_BLOCKS:
-            self._recover(entry)  # pre-empted: nobody failed
+        if reason in (Reason.NO_BLOCKS, Reason.DRAINING):
+            self._recover(entry)  # pre-empted, or its worker shuts down: nobody failed
             return
         if reason is not Reason.WORKER_LOST:
             self.placement.workers[peer].failed(now)
@@ -432,6 +447,7 @@ class RouterMachine:
             self._cancel_work(entry, Reason.ATTEMPTS_EXHAUSTED)
             self._give_up(
                 entry,
+                now,
                 Reason.ATTEMPTS_EXHAUSTED,
                 f"{entry.failures} attempts failed, the last one: {text}",
             )
@@ -452,7 +468,10 @@ class RouterMachine:
 
     def _fenced(self, request_id: str, epoch: int, output: bytes, now: float) -> None:
         entry = self.entries.get(request_id)
-        if entry is None or entry.phase is not Phase.FENCING or epoch != entry.epoch + 1:
+        if entry is None or entry.phase is not Phase.FENCING or epoch <= entry.epoch:
+            return
+        if epoch > entry.epoch + 1:
+            self._superseded(entry, epoch)
             return
         entry.output = output
         entry.phase = Phase.RETRYING
@@ -468,24 +487,39 @@ class RouterMachine:
 
     # --- requests that end --------------------------------------------------------------------
 
-    def _refuse(self, entry: Entry, reason: Reason, text: str) -> None:
-        """Nothing was computed, and nothing will be: the client may come again."""
+    def _refuse(self, entry: Entry, now: float, reason: Reason, text: str) -> None:
+        """Nothing was computed, and nothing will be: the client may come again.
+
+        What the gateway takes for running (it was placed or fenced before) can only fail."""
+        if entry.begun:
+            self._give_up(entry, now, reason, text)
+            return
         self._measure("requests_refused_total", reason=reason)
         self._note("refused", entry, reason=reason, message=text)
-        request_id = entry.spec.request_id
-        self._close(entry, RequestRefused(request_id, reason, text, self._retry_after_ms(reason)))
+        retry_after_ms = self._retry_after_ms(reason)
+        verdict = RequestRefused(entry.spec.request_id, reason, text, retry_after_ms)
+        self._close(entry, verdict, now)
 
     def _give_up(
-        self, entry: Entry, reason: Reason, text: str, ending: Ending = Ending.FAILED
+        self,
+        entry: Entry,
+        now: float,
+        reason: Reason,
+        text: str,
+        ending: Ending = Ending.FAILED,
     ) -> None:
         self._note("given_up", entry, level="warning", reason=reason, message=text)
         outcome = Outcome(ending, reason=reason, message=text)
-        self._close(entry, RequestFailed(entry.spec.request_id, entry.epoch, outcome))
+        # A gateway that was fenced refuses what is below its fence, verdicts too.
+        epoch = entry.epoch + (entry.phase in (Phase.FENCING, Phase.RETRYING))
+        self._close(entry, RequestFailed(entry.spec.request_id, epoch, outcome), now)
 
-    def _close(self, entry: Entry, verdict: RequestRefused | RequestFailed) -> None:
-        """Kept until the gateway says how it ended, so that a repeated submit starts nothing."""
+    def _close(self, entry: Entry, verdict: RequestRefused | RequestFailed, now: float) -> None:
+        """Kept until the gateway says how it ended, so that a repeated submit starts nothing; at
+        most as long as the ledger's record would answer that as well."""
         self.queue.remove(entry)
         entry.phase = Phase.CLOSING
+        entry.closed_at = now
         entry.verdict = verdict
         self._send(entry.spec.gateway, verdict)
 
@@ -554,24 +588,49 @@ class RouterMachine:
         self._emit(CallLedger(EndRequest(entry.spec.request_id, entry.epoch, outcome, self.me)))
         self._forget(entry)
 
-    def _drain(self) -> None:
-        """Refuse what was not placed yet; running requests go on without their router."""
+    def _drain(self, now: float) -> None:
+        """Refuse what was not placed yet; see the rest through."""
+        if self.draining:
+            return
         self.draining = True
+        self.drain_due = now + self.limits.drain_ms / 1000
+        self._refuse_all(now, Phase.ADMITTING, Phase.QUEUED)
+
+    def _end_drain(self, now: float) -> None:
+        """Time is up: running requests go on without their router."""
+        self.drain_due = None
+        self._refuse_all(now, *(set(Phase) - {Phase.PLACED, Phase.CLOSING}))
+        self._exit_drained()
+
+    def _refuse_all(self, now: float, *phases: Phase) -> None:
         for entry in list(self.entries.values()):
-            if entry.phase in (Phase.ADMITTING, Phase.QUEUED):
-                self._refuse(entry, Reason.DRAINING, "this router is draining")
+            if entry.phase in phases:
+                self._refuse(entry, now, Reason.DRAINING, "this router is draining")
+
+    def _exit_drained(self) -> None:
+        if not self.exited:
+            self.exited = True
+            self._emit(Exit(0, "drained"))
 
     def _tick(self, now: float) -> None:
+        self.tick_at = None
+        if self.drain_due is not None and now >= self.drain_due:
+            self._end_drain(now)
         for entry in list(self.entries.values()):
             self._check_time(entry, now)
 
     def _check_time(self, entry: Entry, now: float) -> None:
         limits = self.limits
         lost_at = entry.gateway_lost_at
-        if lost_at is not None and (now - lost_at) * 1000 > limits.recovery_ms:
+        away_ms = 0.0 if lost_at is None else (now - lost_at) * 1000
+        if away_ms > limits.recovery_ms and entry.phase is not Phase.PLACED:
+            # What is placed runs on: its tokens do not come this way.
             self._end_for_lost_gateway(entry)
             return
         if entry.phase is Phase.CLOSING:
+            if (now - entry.closed_at) * 1000 > limits.terminal_ttl_ms:
+                self._note("end_never_heard", entry, level="warning")
+                self._forget(entry)
             return
         if entry.ledger_again is not None and now >= entry.ledger_again:
             self._ask_again(entry)
@@ -579,16 +638,16 @@ class RouterMachine:
         since = entry.recovering_since
         if age_ms > min(entry.spec.deadline_ms, limits.request_deadline_ms):
             self._cancel_work(entry, Reason.DEADLINE)
-            self._give_up(entry, Reason.DEADLINE, "the request's deadline passed", Ending.EXPIRED)
+            text = "the request's deadline passed"
+            self._give_up(entry, now, Reason.DEADLINE, text, Ending.EXPIRED)
         elif since is not None and (now - since) * 1000 > limits.recovery_ms and self._alone():
             self._cancel_work(entry, Reason.WORKER_LOST)
-            self._give_up(
-                entry, Reason.WORKER_LOST, "its worker was lost and no other could take over"
-            )
+            text = "its worker was lost and no other could take over"
+            self._give_up(entry, now, Reason.WORKER_LOST, text)
         elif not entry.placed_once and age_ms > limits.recovery_ms and self._alone():
-            self._refuse(entry, Reason.NO_DECODE_WORKER, "no decode worker is up")
+            self._refuse(entry, now, Reason.NO_DECODE_WORKER, "no decode worker is up")
         elif not entry.placed_once and age_ms > limits.queue_deadline_ms:
-            self._refuse(entry, Reason.OVERLOADED, "it waited too long for a place")
+            self._refuse(entry, now, Reason.OVERLOADED, "it waited too long for a place")
 
     def _alone(self) -> bool:
         """Whether no decode worker could take anything, however long one waits."""

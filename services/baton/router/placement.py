@@ -138,7 +138,8 @@ class Placement:
     def _fits(self, view: WorkerView, entry: Entry) -> bool:
         status = view.status
         held = status.running + status.waiting + view.placed
-        if held >= self.limits.reservations_max or view.capacity_tokens < entry.tokens:
+        whole = entry.tokens + max(0, entry.remaining)
+        if held >= self.limits.reservations_max or view.capacity_tokens < whole:
             return False
         growth = 0
         if held:

@@ -1,0 +1,586 @@
+"""Conversations with the router machine. Numbers in brackets are entries of the failure list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.core.events import DrainRequested, LeaseChanged
+from baton.core.ids import Peer, Role
+from baton.core.lifecycles import LeaseState, RequestState
+from baton.core.limits import Limits
+from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
+from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Send
+from baton.ports.ledger import (
+    AdmitRequest,
+    Conflict,
+    Done,
+    EndRequest,
+    PlaceRequest,
+    RetryRequest,
+    Unavailable,
+)
+from baton.router.machine import RouterMachine
+from baton.wire.messages import (
+    AssignPrefill,
+    CancelWork,
+    DecodeReserved,
+    FenceRequest,
+    RequestEnded,
+    RequestFailed,
+    RequestFenced,
+    RequestPlaced,
+    RequestRefused,
+    RequestSpec,
+    ReserveDecode,
+    SubmitRequest,
+    WorkerStatus,
+    WorkFailed,
+    WorkRefused,
+)
+from support.machine_playbook import Like, Playbook, ids, request, sent
+
+ME, G = Peer("router-0", 1), Peer("gateway-0", 2)
+P, P1 = Peer("prefill-0", 3), Peer("prefill-1", 4)
+D, D1 = Peer("decode-0", 5), Peer("decode-1", 6)
+ROLES = {G: Role.GATEWAY, P: Role.PREFILL, P1: Role.PREFILL, D: Role.DECODE, D1: Role.DECODE}
+SIZE = 16
+R = RequestState
+
+
+def call(kind: type, **values: object) -> Like:
+    return Like(CallLedger, op=Like(kind, **values))
+
+
+class Router(Playbook):
+    """A router with the given workers linked and ready."""
+
+    def __init__(
+        self, workers: tuple[Peer, ...] = (P, D), *, blocks: int = 64, **limits: Any
+    ) -> None:
+        super().__init__(RouterMachine(ME, Limits(**limits)))
+        self.feed(LeaseChanged(LeaseState.HELD))
+        self.up(G, Role.GATEWAY)
+        for worker in workers:
+            self.ready(worker, blocks=blocks)
+
+    def ready(
+        self, worker: Peer, *expected: object, blocks: int = 64, free: int | None = None, **f: Any
+    ) -> None:
+        """Link a worker and let it say what it has."""
+        if worker not in self.machine.placement.workers:
+            self.up(worker, ROLES[worker])
+        status: dict[str, Any] = {"accepting": True, "block_size": SIZE, **f}
+        if ROLES[worker] is Role.DECODE:
+            status |= {"blocks_total": blocks, "blocks_free": blocks if free is None else free}
+        self.hear(worker, WorkerStatus(**status), *expected)
+
+    def submit(self, spec: RequestSpec, *expected: object) -> None:
+        self.hear(G, SubmitRequest(spec), *expected)
+
+    def answered(self, reply: Any, *expected: object) -> None:
+        """The ledger answers the last call."""
+        self.feed(LedgerAnswered(self.last(CallLedger).op, reply), *expected)
+
+    def admit(self, spec: RequestSpec, *expected: object) -> None:
+        """Submit, and let the ledger admit."""
+        self.submit(spec, call(AdmitRequest))
+        self.answered(Done(1, R.ADMITTED), *expected)
+
+    def place(
+        self,
+        spec: RequestSpec,
+        decode: Peer = D,
+        prefill: Peer | None = P,
+    ) -> None:
+        """Submit and place at epoch 1."""
+        self.admit(spec, call(PlaceRequest, decode=decode, prefill=prefill))
+        self.counted(spec.request_id, decode, prefill)
+
+    def counted(
+        self, request_id: str, decode: Peer = D, prefill: Peer | None = P, *, epoch: int = 1
+    ) -> None:
+        """The ledger has counted the attempt: everybody is told."""
+        values = {"epoch": epoch}
+        told: list[Like] = [sent(decode, ReserveDecode, prefill=prefill, **values)]
+        if prefill is not None:
+            told.append(sent(prefill, AssignPrefill, decode=decode, **values))
+        placed = sent(G, RequestPlaced, request_id=request_id, decode=decode, **values)
+        self.answered(Done(epoch, R.PLACED), *told, placed)
+
+    def fenced(self, *expected: object, epoch: int = 2, output: bytes = b"") -> None:
+        self.hear(G, RequestFenced("r", epoch, output), *expected)
+
+    def retried(self, *expected: object, epoch: int = 2, output: bytes = b"") -> None:
+        """The gateway is fenced and the ledger has the next epoch."""
+        self.fenced(call(RetryRequest, epoch=epoch - 1), epoch=epoch, output=output)
+        self.answered(Done(epoch, R.ADMITTED), *expected)
+
+    def failed(self, peer: Peer, reason: Reason, *expected: object, **values: Any) -> None:
+        values = {"epoch": 1, **values}
+        self.hear(peer, WorkFailed("r", reason=reason, **values), *expected)
+
+
+def spec(request_id: str = "r", tokens: int = 20, **fields: Any) -> RequestSpec:
+    return request(request_id, tuple(range(tokens)), gateway=G, **fields)
+
+
+def cancels(*peers: Peer, epoch: int = 1) -> list[Like]:
+    return [sent(peer, CancelWork, request_id="r", epoch=epoch) for peer in peers]
+
+
+FENCE = Send(G, FenceRequest("r", 2))
+PLACED_AGAIN = call(PlaceRequest, epoch=2)
+COMPLETED = Outcome(Ending.COMPLETED, finish=FinishReason.STOP)
+CANCELLED = Outcome(Ending.CANCELLED, reason=Reason.CLIENT_DISCONNECTED)
+
+
+# --- admission ----------------------------------------------------------------------------------
+
+
+def test_a_request_is_admitted_counted_and_placed() -> None:
+    """The ledger has it before it is placed, and the attempt is counted before work starts."""
+    play = Router()
+    play.place(spec())
+    play.hear(D, DecodeReserved("r", 1, 0))
+    play.hear(G, RequestEnded("r", 1, COMPLETED))
+    assert not play.machine.entries
+
+
+def test_no_decode_worker_is_told_from_overload() -> None:
+    """(69) An empty registry and full queues have different codes, both at once, both with a
+    time to come back."""
+    play = Router(workers=(P,))
+    refused = sent(G, RequestRefused, reason=Reason.NO_DECODE_WORKER)
+    play.submit(spec("a"), refused)
+    play.ready(D, blocks=2, free=0)
+    play = Router(workers=(D,), queue_requests_max=1)
+    play.ready(D, free=0)
+    play.admit(spec("a"))
+    play.submit(spec("b"), sent(G, RequestRefused, reason=Reason.OVERLOADED))
+    assert play.messages(RequestRefused)[-1].retry_after_ms >= 1_000
+
+
+def test_the_queue_is_bounded_by_prompt_tokens_from_the_first_moment() -> None:
+    """(63) Requests that the ledger has not answered for count as well."""
+    play = Router(queue_tokens_max=50)
+    play.submit(spec("a"), call(AdmitRequest))
+    play.submit(spec("b"), call(AdmitRequest))
+    play.submit(spec("c"), sent(G, RequestRefused, reason=Reason.OVERLOADED))
+
+
+def test_what_no_arena_holds_is_refused_at_once() -> None:
+    """(60) The head always fits, or it was never admitted; an open end is cut to what fits."""
+    play = Router(blocks=2)
+    play.submit(spec("a", max_tokens=13), sent(G, RequestRefused, reason=Reason.TOO_LONG))
+    play.submit(spec("b", max_tokens=13, open_ended=True), call(AdmitRequest))
+    assert play.last(CallLedger).op.spec.max_tokens == 12
+
+
+def test_a_suspect_or_draining_router_admits_nothing() -> None:
+    """A lease permits transitions; a process on its way out takes nothing new."""
+    play = Router()
+    play.feed(LeaseChanged(LeaseState.SUSPECT))
+    play.submit(spec("a"), sent(G, RequestRefused, reason=Reason.LEDGER_UNAVAILABLE))
+    play.feed(LeaseChanged(LeaseState.HELD))
+    play.feed(DrainRequested(), Exit(0, "drained"))
+    play.submit(spec("a"), sent(G, RequestRefused, reason=Reason.DRAINING))
+
+
+def test_a_repeated_submission_starts_nothing() -> None:
+    """Create-or-return: the gateway is told again what it may have missed."""
+    play = Router()
+    play.submit(spec(), call(AdmitRequest))
+    play.submit(spec())
+    play.answered(Done(1, R.ADMITTED), call(PlaceRequest))
+    play.counted("r")
+    play.submit(spec(), sent(G, RequestPlaced, epoch=1))
+
+
+def test_a_silent_ledger_is_asked_again_and_refused_in_time() -> None:
+    """An admission waits for the ledger, not for ever."""
+    play = Router()
+    play.submit(spec(), call(AdmitRequest))
+    play.answered(Unavailable("down"))
+    assert [call(AdmitRequest).matches(each) for each in play.wait(0.3)] == [True]
+    play.now += 3.0
+    refused = sent(G, RequestRefused, reason=Reason.LEDGER_UNAVAILABLE)
+    play.answered(Unavailable("down"), refused)
+    play.hear(G, RequestEnded("r", 1, CANCELLED))
+    assert not play.machine.entries
+
+
+def test_time_is_looked_at_however_busy_the_router_is() -> None:
+    """(63) Events that come faster than the tick do not put it off."""
+    play = Router()
+    play.submit(spec(), call(AdmitRequest))
+    play.answered(Unavailable("down"))
+    due = play.machine.deadline()
+    for _ in range(10):
+        play.now += 0.01
+        play.ready(D)
+    due_now = play.machine.deadline()
+    assert due is not None and due_now == due <= play.now
+
+
+# --- placement ----------------------------------------------------------------------------------
+
+
+def test_a_request_waits_for_memory_and_is_refused_in_time() -> None:
+    """(63) Accepted ones keep their place until the queue's deadline."""
+    play = Router(queue_deadline_ms=10_000)
+    play.ready(D, free=1)
+    play.admit(spec())
+    assert play.wait(9.0) == []
+    said = play.wait(2.0)
+    assert len(said) == 1
+    assert sent(G, RequestRefused, reason=Reason.OVERLOADED).matches(said[0])
+
+
+def test_small_requests_pass_a_big_one_a_bounded_number_of_times() -> None:
+    """(60) Then it is next, and everybody waits for it."""
+    play = Router(workers=(D,), bypass_max=2)
+    play.ready(D, free=10)
+    play.admit(spec("big", tokens=400))
+    for number in range(2):
+        play.place(spec(f"s{number}", tokens=1), prefill=None)
+        play.ready(D, free=10)
+    play.admit(spec("s2", tokens=1))
+    play.ready(D, call(PlaceRequest, request_id="big"), call(PlaceRequest, request_id="s2"))
+
+
+def test_prompts_wait_here_rather_than_at_prefill() -> None:
+    """(62) A prefill worker gets a few at a time; the others cost nothing when cancelled."""
+    play = Router(prefill_ahead_max=1)
+    play.place(spec("a"))
+    play.admit(spec("b"))
+    play.hear(G, RequestEnded("b", 1, CANCELLED))
+    play.ready(P, waiting=0)
+    assert list(play.machine.entries) == ["a"]
+
+
+def test_a_request_goes_where_all_of_it_fits() -> None:
+    """Of arenas of different size, one that holds prompt and answer."""
+    play = Router(workers=())
+    play.ready(D, blocks=2)
+    play.ready(D1, blocks=64, free=10)
+    play.admit(spec(max_tokens=100), call(PlaceRequest, decode=D1))
+
+
+def test_a_worker_that_is_gone_when_the_ledger_answers_gets_nothing() -> None:
+    """(4) The attempt is counted, and over: the next one goes elsewhere."""
+    play = Router(workers=(D,))
+    play.admit(spec(), call(PlaceRequest, decode=D))
+    place = play.last(CallLedger).op
+    play.lose(D)
+    play.feed(LedgerAnswered(place, Done(1, R.PLACED)), FENCE)
+    play.retried()
+    play.ready(D1, call(PlaceRequest, epoch=2, decode=D1))
+
+
+# --- attempts that end ----------------------------------------------------------------------------
+
+
+def test_a_lost_decode_is_recovered_from_with_the_ids_the_client_has() -> None:
+    """First the gateway refuses the old epoch; the next attempt is forced to its ids."""
+    play = Router(workers=(P, D, D1))
+    play.place(spec())
+    play.lose(D, *cancels(P), FENCE)
+    play.retried(call(PlaceRequest, epoch=2, decode=D1), output=ids(50, 51))
+    play.counted("r", D1, epoch=2)
+    assert play.messages(ReserveDecode)[-1].output == ids(50, 51)
+    assert play.messages(AssignPrefill)[-1].output == ids(50, 51)
+
+
+def test_a_refused_placement_is_no_failure() -> None:
+    """It is placed again, with the next epoch, after a moment."""
+    play = Router()
+    play.place(spec())
+    refused = WorkRefused("r", 1, Reason.NO_BLOCKS)
+    play.hear(D, refused, *cancels(D, P), FENCE)
+    play.retried()
+    assert play.machine.entries["r"].failures == 0
+    assert [PLACED_AGAIN.matches(each) for each in play.wait(0.2)] == [True]
+
+
+@pytest.mark.parametrize("reason", [Reason.NO_BLOCKS, Reason.DRAINING])
+def test_giving_way_is_no_failure(reason: Reason) -> None:
+    """(17) Pre-empted, or on a worker that shuts down: nobody is to blame."""
+    play = Router()
+    play.place(spec())
+    play.failed(D, reason, *cancels(D, P), FENCE)
+    assert play.machine.entries["r"].failures == 0
+    play.failed(D, reason)
+
+
+def test_attempts_are_bounded() -> None:
+    """After ``attempts_max`` failures the request fails with a clear error."""
+    play = Router(attempts_max=2)
+    play.place(spec())
+    play.failed(D, Reason.INTEGRITY, *cancels(D, P), FENCE)
+    play.failed(P, Reason.FENCED)
+    play.retried(PLACED_AGAIN)
+    play.counted("r", epoch=2)
+    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.ATTEMPTS_EXHAUSTED)
+    given_up = sent(G, RequestFailed, epoch=2, outcome=outcome)
+    play.failed(D, Reason.INTEGRITY, *cancels(D, P, epoch=2), given_up, epoch=2)
+
+
+def test_a_hopeless_request_fails_at_once() -> None:
+    """(5) What the worker calls not retryable is not tried elsewhere."""
+    play = Router()
+    play.place(spec())
+    given_up = sent(G, RequestFailed, outcome=Like(Outcome, reason=Reason.PREFILL_ERROR))
+    play.failed(P, Reason.PREFILL_ERROR, *cancels(D, P), given_up, retryable=False)
+
+
+def test_reports_of_strangers_and_older_epochs_change_nothing() -> None:
+    """(12) Only the attempt's own workers say how it goes."""
+    play = Router(workers=(P, D))
+    play.place(spec())
+    play.ready(D1)
+    play.failed(D1, Reason.INTEGRITY)
+    play.hear(D1, WorkRefused("r", 1, Reason.NO_BLOCKS))
+    play.failed(D, Reason.INTEGRITY, epoch=0)
+    play.hear(G, DecodeReserved("r", 1, 0))
+    play.hear(D, DecodeReserved("x", 1, 0))
+    play.hear(D, RequestFenced("x", 1, b""))
+    play.hear(D, WorkerStatus(accepting=True))
+    play.hear(G, WorkerStatus(accepting=True))
+    assert play.machine.entries["r"].epoch == 1
+
+
+def test_a_request_that_nobody_takes_over_fails_in_time() -> None:
+    """Within ``recovery_ms``, at the epoch the gateway was fenced to: else it would not count."""
+    play = Router(workers=(D,))
+    play.place(spec(), prefill=None)
+    play.lose(D, FENCE)
+    play.retried()
+    said = play.wait(9.0)
+    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.WORKER_LOST)
+    assert len(said) == 1 and sent(G, RequestFailed, epoch=2, outcome=outcome).matches(said[0])
+
+
+@pytest.mark.parametrize("phase", ["fencing", "retrying"])
+def test_a_verdict_counts_at_a_gateway_that_was_fenced(phase: str) -> None:
+    """The gateway refuses what is below its fence, verdicts too: they carry the fence's epoch."""
+    play = Router(workers=(D,))
+    play.place(spec(), prefill=None)
+    play.lose(D, FENCE)
+    if phase == "retrying":
+        play.fenced(call(RetryRequest))
+        play.answered(Unavailable("down"))
+    said = [each for each in play.wait(9.0) if isinstance(each, Send)]
+    assert len(said) == 1 and sent(G, RequestFailed, epoch=2).matches(said[0])
+
+
+def test_what_was_placed_before_is_failed_and_not_refused() -> None:
+    """A refusal says that nothing was computed: the gateway does not take it for a running one."""
+    play = Router(workers=(D,))
+    play.place(spec(), prefill=None)
+    play.failed(D, Reason.NO_BLOCKS, *cancels(D), FENCE)
+    play.ready(D, free=0)
+    play.retried(output=ids(50))
+    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.DRAINING)
+    play.feed(DrainRequested(), sent(G, RequestFailed, epoch=2, outcome=outcome))
+    play.hear(G, RequestEnded("r", 2, Outcome(Ending.FAILED)), Exit(0, "drained"))
+
+
+def test_a_request_decode_calls_too_long_ends_with_that_reason() -> None:
+    """It is placed already, so it fails; it is not tried elsewhere for ever."""
+    play = Router()
+    play.place(spec())
+    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.TOO_LONG)
+    refused = WorkRefused("r", 1, Reason.TOO_LONG, "arena")
+    play.hear(D, refused, *cancels(D, P), sent(G, RequestFailed, epoch=1, outcome=outcome))
+
+
+def test_a_request_expires() -> None:
+    """Its deadline counts from its arrival, in every phase."""
+    play = Router()
+    play.place(spec(deadline_ms=5_000))
+    said = play.wait(6.0)
+    outcome = Like(Outcome, ending=Ending.EXPIRED, reason=Reason.DEADLINE)
+    wanted = [*cancels(D, P), sent(G, RequestFailed, outcome=outcome)]
+    assert len(said) == 3 and all(w.matches(s) for w, s in zip(wanted, said, strict=True))
+
+
+# --- other owners ---------------------------------------------------------------------------------
+
+
+def test_a_request_of_another_router_is_taken_over() -> None:
+    """The gateway asked here because its router is lost: the next epoch begins with the fence."""
+    play = Router()
+    play.submit(spec(), call(AdmitRequest))
+    play.answered(Conflict(3, R.DECODING), Send(G, FenceRequest("r", 4)))
+    play.retried(call(PlaceRequest, epoch=4), epoch=4, output=ids(50))
+    play.counted("r", epoch=4)
+
+
+def test_a_request_that_ended_before_is_forgotten() -> None:
+    """The record is the truth; the gateway that ended it knows."""
+    play = Router()
+    play.submit(spec(), call(AdmitRequest))
+    play.answered(Conflict(1, R.COMPLETED, COMPLETED))
+    assert not play.machine.entries
+
+
+@pytest.mark.parametrize("op", ["place", "retry"])
+def test_a_request_that_another_router_took_over_is_let_go(op: str) -> None:
+    """Whoever has the newer epoch answers for it: a verdict from here would end a healthy one."""
+    play = Router()
+    play.admit(spec(), call(PlaceRequest))
+    if op == "retry":
+        play.counted("r")
+        play.failed(D, Reason.INTEGRITY, *cancels(D, P), FENCE)
+        play.fenced(call(RetryRequest))
+    play.answered(Conflict(2, R.PLACED))
+    assert not play.machine.entries
+
+
+def test_a_record_that_is_gone_is_an_error_and_not_silence() -> None:
+    """The ledger lost it: nobody else will answer."""
+    play = Router()
+    play.admit(spec(), call(PlaceRequest))
+    play.answered(Conflict(0, None), sent(G, RequestFailed, epoch=1))
+
+
+def test_a_fence_that_is_answered_with_a_later_epoch_lets_go() -> None:
+    """The gateway says that another router went on with it."""
+    play = Router()
+    play.place(spec())
+    play.failed(D, Reason.INTEGRITY, *cancels(D, P), FENCE)
+    play.fenced(epoch=5)
+    assert not play.machine.entries
+
+
+def test_late_answers_of_the_ledger_change_nothing() -> None:
+    """An answer counts only in the phase and epoch that asked for it."""
+    play = Router()
+    play.admit(spec(), call(PlaceRequest))
+    place = play.last(CallLedger).op
+    play.counted("r")
+    play.feed(LedgerAnswered(place, Done(1, R.PLACED)))
+    play.failed(D, Reason.INTEGRITY, *cancels(D, P), FENCE)
+    play.feed(LedgerAnswered(place, Conflict(9, R.PLACED)))
+    play.retried(PLACED_AGAIN)
+    play.feed(LedgerAnswered(place, Done(1, R.PLACED)))
+    assert play.machine.entries["r"].epoch == 2
+
+
+# --- ends ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "phase", ["admitting", "queued", "placing", "placed", "fencing", "retrying", "closing"]
+)
+def test_a_cancel_has_effect_in_every_phase(phase: str) -> None:
+    """(4, 19) Workers that may hold something are told; what is pending ends without effect."""
+    play = Router()
+    reached = _drive(play, phase)
+    told = cancels(D, P) if reached == "placed" else []
+    pending = play.last(CallLedger).op
+    play.hear(G, RequestEnded("r", 1, CANCELLED), *told)
+    assert not play.machine.entries and len(play.machine.queue) == 0
+    play.feed(LedgerAnswered(pending, Done(1, R.ADMITTED)))
+    play.fenced()
+    play.ready(D)
+    assert not play.machine.entries
+
+
+def _drive(play: Router, phase: str) -> str:
+    """Bring request ``r`` to ``phase``."""
+    if phase == "queued":
+        play.ready(D, free=0)
+    play.submit(spec(), call(AdmitRequest))
+    if phase == "admitting":
+        return phase
+    play.answered(Done(1, R.ADMITTED), *([] if phase == "queued" else [call(PlaceRequest)]))
+    if phase in ("queued", "placing"):
+        return phase
+    play.counted("r")
+    if phase == "placed":
+        return phase
+    if phase == "closing":
+        play.failed(D, Reason.DECODE_ERROR, *cancels(D, P), Like(Send), retryable=False)
+        return phase
+    play.failed(D, Reason.INTEGRITY, *cancels(D, P), FENCE)
+    if phase == "retrying":
+        play.fenced(call(RetryRequest))
+    return phase
+
+
+@pytest.mark.parametrize(
+    "phase", ["admitting", "queued", "placing", "placed", "fencing", "retrying", "closing"]
+)
+def test_a_gateway_that_is_over_is_ended_for(phase: str) -> None:
+    """Its requests are cancelled, in the ledger too, and nothing is kept."""
+    play = Router()
+    _drive(play, phase)
+    told = cancels(D, P) if phase == "placed" else []
+    play.lose(G, *told, call(EndRequest), gone=True)
+    assert not play.machine.entries
+
+
+def test_a_gateway_out_of_reach_is_told_again_when_it_is_back() -> None:
+    """What the lost link took with it is said on the new one."""
+    for phase, again in (
+        ("placed", RequestPlaced),
+        ("fencing", FenceRequest),
+        ("closing", RequestFailed),
+    ):
+        play = Router()
+        _drive(play, phase)
+        play.lose(G)
+        play.up(G, Role.GATEWAY, sent(G, again, request_id="r"))
+
+
+def test_a_running_request_does_not_end_because_its_router_lost_the_gateway() -> None:
+    """Its tokens go from decode to the gateway: the router is not on that path."""
+    play = Router()
+    play.place(spec())
+    play.lose(G)
+    assert play.wait(20.0) == []
+    play.up(G, Role.GATEWAY, sent(G, RequestPlaced))
+    play.hear(G, RequestEnded("r", 1, COMPLETED))
+
+
+def test_a_request_that_needs_its_gateway_ends_without_it_in_time() -> None:
+    """Nobody can be fenced: after ``recovery_ms`` it is cancelled as its gateway is lost."""
+    play = Router()
+    _drive(play, "fencing")
+    play.lose(G)
+    assert [call(EndRequest).matches(each) for each in play.wait(9.0)] == [True]
+    assert not play.machine.entries
+
+
+def test_a_request_given_up_is_not_kept_for_ever() -> None:
+    """A gateway that never says how it ended: the ledger's record answers a repetition."""
+    play = Router()
+    _drive(play, "closing")
+    play.wait(59.0)
+    assert play.machine.entries
+    play.wait(2.0)
+    assert not play.machine.entries
+
+
+def test_a_drain_refuses_what_was_not_placed_and_waits_for_the_rest() -> None:
+    """Nothing of it is silent."""
+    play = Router()
+    play.place(spec("r"))
+    play.submit(spec("a"), call(AdmitRequest))
+    play.feed(DrainRequested(), sent(G, RequestRefused, request_id="a", reason=Reason.DRAINING))
+    play.answered(Done(1, R.ADMITTED))
+    play.hear(G, RequestEnded("a", 1, CANCELLED))
+    play.hear(G, RequestEnded("r", 1, COMPLETED), Exit(0, "drained"))
+    play.feed(DrainRequested())
+
+
+def test_a_drain_ends_in_time() -> None:
+    """Running requests go on without their router: decode tells the gateway if one fails."""
+    play = Router(drain_ms=1_000)
+    play.place(spec("r"))
+    play.feed(DrainRequested())
+    assert play.wait(0.9) == []
+    assert play.wait(0.2) == [Exit(0, "drained")]
