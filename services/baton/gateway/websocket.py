@@ -39,6 +39,8 @@ async def serve_socket(serving: Serving, request: Request, receive: Receive, sen
             message = await receive()
             if message["type"] == "websocket.disconnect":
                 return
+            if message["type"] != "websocket.receive":
+                continue
             text = message.get("text")
             body = text.encode() if text is not None else message.get("bytes") or b""
             await socket.received(body)

@@ -1,0 +1,369 @@
+"""Responses over a WebSocket: several at once, cancelled one by one, bounded and fenced off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from baton.core.limits import Limits
+from baton.core.outcomes import Reason
+from baton.runtime.settings import GatewayConfig
+from support.gateway_cluster import GatewayCluster, Script, prompt_ids
+
+TERMINAL = {
+    "response.completed",
+    "response.incomplete",
+    "response.failed",
+    "response.cancelled",
+}
+
+
+def echo(spec: Any) -> tuple[int, ...]:
+    """Answer with the user's words, several times."""
+    prompt = bytes(i for i in prompt_ids(spec) if i < 256)
+    words = prompt.split(b"\n")[1]
+    return tuple((words + b". ") * 20)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[GatewayCluster]:
+    limits = Limits(body_bytes_max=64 * 1024, keepalive_ms=300, write_stall_ms=1_000)
+    script = Script(ids=echo, step_s=0.005)
+    with GatewayCluster(tmp_path, limits=limits, script=script) as running:
+        yield running
+
+
+def run(
+    cluster: GatewayCluster, talk: Callable[[ClientConnection], Awaitable[None]], **options: Any
+) -> None:
+    """Run a conversation on one socket."""
+
+    async def main() -> None:
+        url = f"ws://127.0.0.1:{cluster.port}/v1/responses"
+        async with asyncio.timeout(20), connect(url, **options) as ws:
+            await talk(ws)
+
+    asyncio.run(main())
+
+
+def create(text: str, **values: Any) -> str:
+    return json.dumps({"type": "response.create", "model": "fake", "input": text, **values})
+
+
+async def events(ws: ClientConnection) -> AsyncIterator[dict[str, Any]]:
+    async for message in ws:
+        assert isinstance(message, str)
+        yield json.loads(message)
+
+
+async def until_ended(ws: ClientConnection, count: int) -> dict[str, list[dict[str, Any]]]:
+    """Collect events by response until ``count`` have ended."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    ended = 0
+    async for event in events(ws):
+        found[event["response_id"]].append(event)
+        ended += event["type"] in TERMINAL
+        if ended == count:
+            return found
+    raise AssertionError("the socket closed early")
+
+
+def text_of(collected: list[dict[str, Any]]) -> str:
+    return "".join(e["delta"] for e in collected if e["type"] == "response.output_text.delta")
+
+
+def test_one_response(cluster: GatewayCluster) -> None:
+    """The events of the HTTP stream, numbered, with the response's id on each."""
+
+    async def talk(ws: ClientConnection) -> None:
+        await ws.send(create("hello"))
+        ((response_id, got),) = (await until_ended(ws, 1)).items()
+        assert [e["sequence_number"] for e in got] == list(range(len(got)))
+        assert got[0]["type"] == "response.created"
+        assert got[0]["response"]["id"] == response_id
+        assert got[-1]["response"]["output"][0]["content"][0]["text"] == "hello. " * 20
+        assert text_of(got) == "hello. " * 20
+
+    run(cluster, talk)
+
+
+def test_eight_at_once_two_cancelled(cluster: GatewayCluster) -> None:
+    """Eight responses on one socket: each in order and complete but the two cancelled ones; one
+    terminal event each; the workers are told."""
+
+    async def talk(ws: ClientConnection) -> None:
+        for number in range(8):
+            await ws.send(create(f"number {number}", stream_id=f"lane-{number}"))
+        lanes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        ended: list[str] = []
+        async for event in events(ws):
+            lane = event["stream_id"]
+            lanes[lane].append(event)
+            if (
+                lane in ("lane-3", "lane-5")
+                and event["type"] == "response.output_text.delta"
+                and sum(e["type"] == event["type"] for e in lanes[lane]) == 3
+            ):
+                cancel = {"type": "response.cancel", "response_id": event["response_id"]}
+                await ws.send(json.dumps(cancel))
+            if event["type"] in TERMINAL:
+                ended.append(lane)
+                if len(ended) == 8:
+                    break
+        assert sorted(ended) == sorted(lanes)
+        for number in range(8):
+            got = lanes[f"lane-{number}"]
+            whole = f"number {number}. " * 20
+            assert len({e["response_id"] for e in got}) == 1
+            assert [e["sequence_number"] for e in got] == list(range(len(got)))
+            if number in (3, 5):
+                assert got[-1]["type"] == "response.cancelled"
+                assert whole.startswith(text_of(got))
+                assert len(text_of(got)) < len(whole)
+            else:
+                assert got[-1]["type"] == "response.completed"
+                assert text_of(got) == whole
+
+    run(cluster, talk)
+    cluster.wait(lambda: all(work.ended for work in cluster.works.values()))
+    reasons = [work.ended.reason for work in cluster.works.values() if work.ended]
+    assert reasons.count(Reason.CLIENT_CANCELLED) == 2
+
+
+def test_a_lane_is_first_in_first_out(cluster: GatewayCluster) -> None:
+    """Responses of one stream_id run one after the other; the others do not wait for them."""
+
+    async def talk(ws: ClientConnection) -> None:
+        for text in ("a", "b", "c"):
+            await ws.send(create(text, stream_id="one"))
+        await ws.send(create("d", stream_id="two"))
+        order = []
+        async for event in events(ws):
+            if event["type"] in ("response.created", *TERMINAL):
+                order.append((event["stream_id"], event["type"]))
+            if len(order) == 8:
+                break
+        mine = [kind for lane, kind in order if lane == "one"]
+        assert mine == ["response.created", "response.completed"] * 3
+        assert order.index(("two", "response.completed")) < len(order) - 1
+
+    run(cluster, talk)
+
+
+def test_errors_are_events_and_change_nothing(cluster: GatewayCluster) -> None:
+    """Bad messages are answered with an error event; a response under way is unharmed."""
+    bad: list[tuple[str, int, str | None]] = [
+        ("nonsense", 400, None),
+        ("[]", 400, None),
+        ("{}", 400, "type"),
+        ('{"type": "response.destroy"}', 400, "type"),
+        ('{"type": 5}', 400, "type"),
+        ('{"type": "response.cancel"}', 400, "response_id"),
+        ('{"type": "response.cancel", "response_id": "resp_x"}', 404, "response_id"),
+        ('{"type": "response.create"}', 400, "model"),
+        ('{"type": "response.create", "model": "other", "input": "x"}', 404, "model"),
+        ('{"type": "response.create", "model": "fake"}', 400, "input"),
+        (create("x", stream_id="not allowed!"), 400, "stream_id"),
+        (create("x", stream_id=""), 400, "stream_id"),
+        (create("x", temperature=9), 400, "temperature"),
+    ]
+
+    async def talk(ws: ClientConnection) -> None:
+        await ws.send(create("steady", stream_id="steady"))
+        for message, _, _ in bad:
+            await ws.send(message)
+        errors, text = [], ""
+        async for event in events(ws):
+            if event["type"] == "error":
+                errors.append((event["status"], event["error"]["param"]))
+            elif event["type"] == "response.output_text.delta":
+                text += event["delta"]
+            elif event["type"] in TERMINAL:
+                break
+        assert sorted(errors, key=str) == sorted(((s, p) for _, s, p in bad), key=str)
+        assert text == "steady. " * 20
+
+    run(cluster, talk)
+
+
+def test_refusal_and_failure(cluster: GatewayCluster) -> None:
+    """A refused response and one that fails in mid-stream end with response.failed and a code."""
+
+    async def talk(ws: ClientConnection) -> None:
+        cluster.script = Script(refuse=Reason.OVERLOADED)
+        await ws.send(create("x"))
+        got = next(iter((await until_ended(ws, 1)).values()))
+        assert got[-1]["type"] == "response.failed"
+        assert got[-1]["response"]["error"]["code"] == "overloaded"
+        cluster.script = Script(ids=echo, fail_after=4)
+        await ws.send(create("x"))
+        got = next(iter((await until_ended(ws, 1)).values()))
+        assert got[-1]["response"]["error"]["code"] == "worker_lost"
+        assert text_of(got) == "x. x"
+
+    run(cluster, talk)
+
+
+def test_too_large_and_not_utf8(cluster: GatewayCluster) -> None:
+    """1009 over the size limit, 1007 for bytes that are no UTF-8; running work is cancelled."""
+    cluster.script = Script(ids=echo, step_s=0.05)
+
+    async def large(ws: ClientConnection) -> None:
+        await ws.send(create("x"))
+        await ws.send("x" * 70_000)
+        with pytest.raises(ConnectionClosed) as closed:
+            await until_ended(ws, 1)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1009
+
+    run(cluster, large)
+
+    async def broken(ws: ClientConnection) -> None:
+        await ws.send(create("x"))
+        await ws.send(b"\xff\xfe{}", text=True)
+        with pytest.raises(ConnectionClosed) as closed:
+            await until_ended(ws, 1)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1007
+
+    run(cluster, broken)
+    cluster.wait(lambda: all(work.ended for work in cluster.works.values()))
+
+
+def test_a_socket_that_closes_cancels_all_of_it(cluster: GatewayCluster) -> None:
+    """Close, or a cut connection, cancels every response of the socket."""
+    cluster.script = Script(ids=echo, step_s=0.05)
+    idle = cluster.tasks()
+    for cut in (False, True):
+
+        async def talk(ws: ClientConnection, cut: bool = cut) -> None:
+            for number in range(4):
+                await ws.send(create(f"n{number}"))
+            await ws.send(create("queued", stream_id="q"))
+            await ws.send(create("queued", stream_id="q"))
+            seen = set()
+            async for event in events(ws):
+                seen.add(event["response_id"])
+                if len(seen) == 5:
+                    break
+            if cut:
+                ws.transport.abort()
+
+        run(cluster, talk)
+        cluster.wait(lambda: all(work.ended for work in cluster.works.values()))
+    assert len(cluster.works) == 10
+    cluster.wait_until(lambda: cluster.tasks() <= idle)
+    assert cluster.exchange.open_streams == 0
+
+
+def test_responses_on_one_socket_are_bounded(cluster: GatewayCluster) -> None:
+    """More than 64 at once are refused with an error event."""
+    cluster.script = Script(silent=True)
+
+    async def talk(ws: ClientConnection) -> None:
+        for _ in range(70):
+            await ws.send(create("x"))
+        refused = 0
+        async for event in events(ws):
+            if event["type"] == "error":
+                assert event["error"]["code"] == "overloaded"
+                refused += 1
+                if refused == 6:
+                    break
+        assert len(cluster.works) <= 64
+
+    run(cluster, talk, max_queue=None)
+
+
+def test_late_pongs_of_a_reading_client_are_forgiven(cluster: GatewayCluster) -> None:
+    """A client that never answers a ping but takes its data is alive."""
+    cluster.script = Script(ids=echo, step_s=0.01)
+
+    with socket.create_connection(("127.0.0.1", cluster.port), timeout=10) as raw:
+        raw.sendall(
+            b"GET /v1/responses HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\n"
+            b"connection: upgrade\r\nsec-websocket-version: 13\r\n"
+            b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        )
+        assert b" 101 " in raw.recv(4096)
+        body = create("hello there").encode()
+        mask = b"\0\0\0\0"
+        raw.sendall(b"\x81" + bytes([0x80 | len(body)]) + mask + body)
+        data = b""
+        while b"response.completed" not in data:
+            part = raw.recv(65536)
+            assert part, "cut although it was reading"
+            data += part
+        assert data.count(b"\x89\x00") >= 3, "pings were sent"
+
+
+def test_a_client_that_neither_reads_nor_answers_is_cut(cluster: GatewayCluster) -> None:
+    """No byte from it and none taken: cut after write_stall_ms, its work cancelled."""
+    cluster.script = Script(ids=tuple(b"x" * 4096), step_s=0.001, per_step=64, endless=True)
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    raw.connect(("127.0.0.1", cluster.port))
+    raw.sendall(
+        b"GET /v1/responses HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\n"
+        b"connection: upgrade\r\nsec-websocket-version: 13\r\n"
+        b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    assert b" 101 " in raw.recv(4096)
+    for _ in range(3):
+        body = create("x", max_output_tokens=8000).encode()
+        raw.sendall(b"\x81" + bytes([0x80 | len(body)]) + b"\0\0\0\0" + body)
+    cluster.wait(lambda: len(cluster.works) == 3)
+    cluster.script = Script(ids=(97,), silent=True)
+    cluster.wait_until(lambda: len(cluster.serving.connections) == 0)
+    cluster.wait(lambda: all(work.ended for work in cluster.works.values()))
+    raw.close()
+
+
+def test_who_may_open_a_socket(tmp_path: Path) -> None:
+    """Keys as over HTTP; a foreign page is refused; other paths are 404."""
+    config = GatewayConfig(port=0, api_keys=("k",), cors_origins=("https://app.example",))
+    with GatewayCluster(tmp_path, config=config) as cluster:
+        key = {"authorization": "Bearer k"}
+
+        async def status(path: str, **options: Any) -> int:
+            try:
+                async with connect(f"ws://127.0.0.1:{cluster.port}{path}", **options):
+                    return 101
+            except InvalidStatus as refused:
+                return refused.response.status_code
+
+        async def main() -> None:
+            path = "/v1/responses"
+            assert await status(path) == 401
+            assert await status(path, additional_headers=key) == 101
+            assert await status("/v1/other", additional_headers=key) == 404
+            for origin, expected in (
+                ("https://app.example", 101),
+                (f"http://127.0.0.1:{cluster.port}", 101),
+                ("https://evil.example", 403),
+            ):
+                got = await status(path, additional_headers=key, origin=origin)
+                assert got == expected, origin
+
+        asyncio.run(main())
+
+
+def test_a_response_object_may_be_nested(cluster: GatewayCluster) -> None:
+    """Fields may stand in a "response" object, as some clients send them."""
+
+    async def talk(ws: ClientConnection) -> None:
+        nested = {"model": "fake", "input": "hi"}
+        await ws.send(json.dumps({"type": "response.create", "response": nested}))
+        got = next(iter((await until_ended(ws, 1)).values()))
+        assert text_of(got) == "hi. " * 20
+
+    run(cluster, talk)
