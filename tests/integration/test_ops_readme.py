@@ -11,19 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.fake import EOS_ID
 from support.ops_cluster import OpsCluster, ops_cluster
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
+QUESTION, ANSWER = "Name three rivers in France.", "Hello there"
 BLOCKS = re.findall(r"```(sh|python)\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[OpsCluster]:
-    """A cluster that serves under the default model's name, and always says hello."""
-    hello = ",".join(map(str, [*b"Hello there", EOS_ID]))
-    settings = {"BATON_MODEL_NAME": "smollm2-135m-instruct", "BATON_FAKE_FORCED": hello}
-    with ops_cluster(**settings) as running:
+    """A cluster that serves under the default model's name."""
+    with ops_cluster(BATON_MODEL_NAME="smollm2-135m-instruct") as running:
         running.up()
         yield running
 
@@ -35,8 +33,12 @@ def _block(language: str, holds: str) -> str:
 
 def _run(cluster: OpsCluster, command: list[str], text: str) -> str:
     assert ":8000" in text
+    assert QUESTION in text
+    # The fake engine says what the prompt tells it to, and ends there.
+    forced = " ".join(map(str, ANSWER.encode()))
+    text = text.replace(QUESTION, f"[[forced {forced}]]").replace(":8000", f":{cluster.port}")
     done = subprocess.run(
-        [*command, text.replace(":8000", f":{cluster.port}")],
+        [*command, text],
         capture_output=True,
         text=True,
         timeout=60,
@@ -58,4 +60,4 @@ def test_the_curl_example_streams(cluster: OpsCluster) -> None:
 def test_the_python_examples_stream_text(cluster: OpsCluster, holds: str) -> None:
     """The openai package and a plain WebSocket print an answer and end."""
     shown = _run(cluster, [sys.executable, "-c"], _block("python", holds))
-    assert shown.strip() == "Hello there"
+    assert shown.strip() == ANSWER
