@@ -236,3 +236,11 @@ def test_warm_up_leaves_nothing_behind(engine: Engine) -> None:
     """Warming up needs no arena and attaches none."""
     engine.warm_up()
     assert engine.info.vocab_size > 0
+
+
+def test_a_wide_batch_gives_every_row_the_same_answer(engine: Engine, prompt: Any) -> None:
+    """Twelve rows of three tiles each, attended to in several groups, agree with a single one."""
+    wanted, _ = alone(engine, prompt)
+    again = replace(wanted, output=wanted.output[:-1])
+    single = engine.step([again.decode_row()])
+    assert engine.step([again.decode_row()] * 12) == single * 12

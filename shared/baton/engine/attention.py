@@ -28,7 +28,17 @@ import torch
 from transformers import AttentionInterface
 
 from baton.engine.info import ModelRefused
-from baton.engine.plan import HIDDEN, TILE, ArenaPart, Chunk, DecodeRows, StepPlan, padded
+from baton.engine.plan import (
+    GROUP_TILES,
+    HIDDEN,
+    TILE,
+    ArenaPart,
+    Chunk,
+    DecodeRows,
+    StepPlan,
+    TileGroup,
+    padded,
+)
 from baton.ports.engine import KVLayout
 
 #: Name under which transformers knows this attention.
@@ -45,6 +55,18 @@ class ArenaView:
         """[blocks * layers * 2 * block_size, heads * head_dim]"""
         self.units = whole.view(-1, layout.block_size, layout.heads, layout.head_dim)
         """[blocks * layers * 2, block_size, heads, head_dim]"""
+        scratch = (2, GROUP_TILES * TILE // layout.block_size, *self.units.shape[1:])
+        self._scratch = torch.empty(scratch, dtype=dtype)
+        self._wide = torch.empty(scratch) if dtype != torch.float32 else self._scratch
+
+    def read(self, axis: int, units: torch.Tensor) -> torch.Tensor:
+        """Return float32 [units, block_size, heads, head_dim] in scratch; overwritten by the next
+        call with the same ``axis``."""
+        found = self._scratch[axis, : len(units)]
+        torch.index_select(self.units, 0, units, out=found)
+        if self._wide is self._scratch:
+            return found
+        return self._wide[axis, : len(units)].copy_(found)
 
 
 class AttentionStep:
@@ -180,32 +202,48 @@ class _LayerWork:
         self._softcap = softcap
 
     def decode(self, query: torch.Tensor, rows: DecodeRows, out: torch.Tensor) -> None:
-        """Attend for all rows of one token at once: a batch entry is one tile of one row."""
+        """Attend for all rows of one token together: a batch entry is one tile of one row."""
         tiles = rows.tiles(self._window)
         count, group = len(tiles.tokens), query.shape[0] // self._heads
-        keys, values = self._gather(tiles.units)
-        for scratch in (keys, values):  # 0 * NaN is NaN: what nobody wrote must be zero
-            scratch.view(-1, self._heads * self._width).index_fill_(0, tiles.beyond, 0.0)
         lined = query.new_zeros(self._heads, count, padded(group), self._width)
         lined[:, :, :group] = (
             query[:, tiles.tokens].view(self._heads, group, count, -1).transpose(1, 2)
         )
-        spread = lined[:, tiles.row]
-        scores = torch.empty(self._heads, len(tiles.row), lined.shape[2], TILE)
+        shape = (self._heads, tiles.count, lined.shape[2])
+        top, mass = torch.empty(shape), torch.empty(shape)
+        parts = torch.empty(*shape, self._width)
+        begin = 0
+        for tile_group in tiles.groups:
+            part = slice(begin, begin + len(tile_group.row))
+            top[:, part], mass[:, part], parts[:, part] = self._decode_group(lined, tile_group)
+            begin = part.stop
+        fold = _Fold(self._heads, count, lined.shape[2], width=self._width)
+        for first, reach in tiles.depths:
+            depth = slice(first, first + reach)
+            fold.add(reach, top[:, depth], mass[:, depth], parts[:, depth])
+        done = fold.result()[:, :, :group].transpose(1, 2).flatten(0, 1)
+        out.index_copy_(0, tiles.tokens, done.transpose(0, 1))
+
+    def _decode_group(
+        self, lined: torch.Tensor, group: TileGroup
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return largest score, sum of exponentials and weighted values of each tile."""
+        keys, values = self._gather(group.units)
+        if group.beyond is not None:
+            for scratch in (keys, values):  # 0 * NaN is NaN: what nobody wrote must be zero
+                scratch.view(-1, self._heads * self._width).index_fill_(0, group.beyond, 0.0)
+        spread = lined[:, group.row]
+        scores = torch.empty(*spread.shape[:3], TILE)
         for head in range(self._heads):
             torch.bmm(spread[head], keys[:, :, head].transpose(1, 2), out=scores[head])
         self._cap(scores)
-        scores[:, : len(tiles.bias)].add_(tiles.bias)
+        if group.bias is not None:
+            scores[:, : len(group.bias)].add_(group.bias)
         top, mass, weights = _weigh(scores)
-        parts = torch.empty(*scores.shape[:3], self._width)
+        parts = torch.empty_like(spread)
         for head in range(self._heads):
             torch.bmm(weights[head], values[:, :, head], out=parts[head])
-        fold = _Fold(self._heads, count, lined.shape[2], width=self._width)
-        for first, reach in tiles.depths:
-            tile = slice(first, first + reach)
-            fold.add(reach, top[:, tile], mass[:, tile], parts[:, tile])
-        done = fold.result()[:, :, :group].transpose(1, 2).flatten(0, 1)
-        out.index_copy_(0, tiles.tokens, done.transpose(0, 1))
+        return top, mass, parts
 
     def chunk(self, query: torch.Tensor, chunk: Chunk, out: torch.Tensor) -> None:
         """Attend for one row of several tokens, its heads' groups stacked into one product."""
@@ -233,11 +271,15 @@ class _LayerWork:
         out[place] = done.transpose(0, 1)
 
     def _gather(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return float32 K and V [tiles, TILE, heads, head_dim] of the units, as scratch."""
+        """Return float32 K and V [tiles, TILE, heads, head_dim] of the units.
+
+        They are scratch of the arena, valid until the next call: fresh memory for each tile would
+        cost more in page faults than the copy itself.
+        """
         shape = (-1, TILE, self._heads, self._width)
-        keys = self._arena.units.index_select(0, units + self._k_unit).view(shape)
-        values = self._arena.units.index_select(0, units + (self._k_unit + 1)).view(shape)
-        return keys.float(), values.float()
+        keys = self._arena.read(0, units + self._k_unit)
+        values = self._arena.read(1, units + (self._k_unit + 1))
+        return keys.view(shape), values.view(shape)
 
     def _cap(self, scores: torch.Tensor) -> None:
         if self._softcap is not None:

@@ -27,6 +27,9 @@ TILE = 256
 #: tiles and a row's result does not depend on how many rows stand beside it.
 ROWS_MULTIPLE = 8
 
+#: Tiles of decoding rows that are attended to together: few enough for the caches, enough to keep
+#: the number of calls low.
+GROUP_TILES = 8
 #: What is added to scores that must not be seen. Finite, so that a wholly hidden tile yields no
 #: NaN; so large that the sum is this very number, whatever the score was.
 HIDDEN = -1e30
@@ -82,6 +85,20 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class TileGroup:
+    """Some tiles whose K and V fit the caches together; views of :class:`DecodeTiles`' order."""
+
+    units: torch.Tensor
+    """int64 [tiles * units a tile]: K unit of layer 0."""
+    row: torch.Tensor
+    """int64 [tiles]: rank of each tile's row."""
+    bias: torch.Tensor | None
+    """float32 [n, 1, TILE], to be added to the scores of the first n tiles."""
+    beyond: torch.Tensor | None
+    """int64: places (tile * TILE + key) after the query, which nobody may have written."""
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeTiles:
     """The tiles of all rows of one token, for one window, in visiting order.
 
@@ -91,17 +108,11 @@ class DecodeTiles:
 
     tokens: torch.Tensor
     """int64 [rows]: place of each row among the packed tokens, by rank."""
-    units: torch.Tensor
-    """int64 [tiles * units a tile]: K unit of layer 0."""
-    row: torch.Tensor
-    """int64 [tiles]: rank of the tile's row."""
+    count: int
+    """Tiles in all."""
+    groups: list[TileGroup]
     depths: list[tuple[int, int]]
     """(first tile, rows that reach it) of each depth; depth 0 holds every row's last tile."""
-    bias: torch.Tensor
-    """float32 [tiles, 1, TILE], to be added to scores. Cut to the first ``rows`` tiles where no
-    other hides any key, as without a window."""
-    beyond: torch.Tensor
-    """int64: places (tile * TILE + key) after the query, which nobody may have written."""
 
 
 class DecodeRows:
@@ -132,20 +143,35 @@ class DecodeRows:
         reaches = [int((counts > depth).sum()) for depth in range(int(counts[0]))]
         row = np.concatenate([np.arange(reach) for reach in reaches])
         tile = last[ranks][row] - np.repeat(np.arange(len(reaches)), reaches)
-        units = [self._tables[ranks[r]][t] for r, t in zip(row, tile, strict=True)]
+        units = np.stack([self._tables[ranks[r]][t] for r, t in zip(row, tile, strict=True)])
         at = tile[:, None] * TILE + np.arange(TILE)
         query = self._positions[ranks][row][:, None]
         beyond = (at > query)[: len(ranks)]
+        # Without a window only last tiles hide keys.
         hidden = beyond if window is None else (at > query) | (at <= query - window)
         starts = np.concatenate(([0], np.cumsum(reaches)))
         return DecodeTiles(
             tokens=torch.from_numpy(self._tokens[ranks]),
-            units=torch.from_numpy(np.concatenate(units)),
-            row=torch.from_numpy(row),
+            count=len(row),
+            groups=[
+                _group(units[part], row[part], hidden[part], beyond[part])
+                for part in _parts(len(row))
+            ],
             depths=[(int(start), reach) for start, reach in zip(starts, reaches, strict=False)],
-            bias=_bias(hidden).unsqueeze(1),
-            beyond=torch.from_numpy(np.flatnonzero(beyond)),
         )
+
+
+def _parts(count: int) -> list[slice]:
+    return [slice(begin, begin + GROUP_TILES) for begin in range(0, count, GROUP_TILES)]
+
+
+def _group(units: Int, row: Int, hidden: NDArray[np.bool_], beyond: NDArray[np.bool_]) -> TileGroup:
+    return TileGroup(
+        units=torch.from_numpy(units.reshape(-1)),
+        row=torch.from_numpy(row),
+        bias=_bias(hidden).unsqueeze(1) if hidden.size else None,
+        beyond=torch.from_numpy(np.flatnonzero(beyond)) if beyond.size else None,
+    )
 
 
 @dataclass(slots=True)
