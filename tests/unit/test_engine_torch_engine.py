@@ -94,7 +94,7 @@ def test_the_head_runs_for_sampling_rows_only(monkeypatch: pytest.MonkeyPatch) -
 def test_the_default_model_is_row_invariant(model_dir: Path, dtype: str) -> None:
     """Chunks, neighbours and the number of threads change no bit of K, V or logits."""
     engine: Any = build_engine(model_dir, dtype=dtype, threads=1)
-    length = 300 if dtype == "float32" else 270
+    length = 300 if dtype == "float32" else 80  # slow without bf16 instructions
     prompt = DRAW.integers(0, engine.info.vocab_size, length).astype(np.int32)
     arena = Arena(engine, 3 * 20 + 4)
     runs = []
