@@ -709,6 +709,21 @@ def test_the_youngest_gives_way_and_is_computed_again_here() -> None:
     assert play.messages(Ticket) == tickets == []
 
 
+def test_a_pre_empted_prompt_goes_on_behind_what_is_still_cached() -> None:
+    """(17) Also where the cache holds more of it than one chunk."""
+    play = Decode(blocks=8, growth_tokens=0, local_prefill_chunk_tokens=4)
+    play.local(spec("a", tokens=4, max_tokens=12))
+    play.reserve(spec("b", tokens=23, first=20, max_tokens=1), None, sent(R, DecodeReserved))
+    play.stepped((50,), ADVANCED, STEP, sent(G, TokenChunk))
+    for token in (51, 52, 53):
+        play.stepped((token, None), STEP, sent(G, TokenChunk))
+    assert play.machine.scheduler.preemptions == 0
+    play.stepped((54, None), STEP, sent(G, TokenChunk))
+    assert play.machine.scheduler.preemptions == 1
+    row = play.last(RunStep).rows[1]
+    assert (row.request_id, row.start, len(row.token_ids)) == ("b", 16, 4)
+
+
 def test_nothing_new_is_taken_in_while_somebody_waits_for_memory() -> None:
     """(60) A pre-empted sequence is not starved by small newcomers."""
     play = Decode(blocks=5, growth_tokens=0)

@@ -293,8 +293,8 @@ class Handover:
     def check(self) -> None:
         """Assert that a ticket belongs to a sequence or is revoked, and that a sequence that
         waits has a ticket."""
-        for seq in self.state.sequences.values():
-            assert seq.stage is not Stage.REMOTE or seq.key in self.tickets
+        for waiting in self.state.live(Stage.REMOTE):
+            assert waiting.key in self.tickets, f"{waiting.key} waits for nobody"
         for (request_id, epoch), record in self.tickets.items():
             seq = self.state.sequences.get(request_id)
             owned = seq is not None and seq.epoch == epoch and seq.stage is Stage.REMOTE

@@ -55,6 +55,8 @@ class Scheduler:
             if self._room(seq, seq.length):
                 rows.append(self._row(seq, seq.length))
         for seq in self.state.live(Stage.LOCAL)[:1]:
+            if not seq.blocks:
+                self._reuse_prefix(seq)
             end = min(seq.computed + limits.local_prefill_chunk_tokens, seq.length)
             if self._room(seq, end):
                 rows.append(self._row(seq, end))
@@ -84,9 +86,6 @@ class Scheduler:
         missing = seq.blocks_for(tokens) - len(seq.blocks)
         if missing <= 0:
             return True
-        if not seq.blocks and seq.computed == 0:
-            self._reuse_prefix(seq)
-            missing = seq.blocks_for(tokens) - len(seq.blocks)
         while True:
             fresh = self.state.pool.grow(missing)
             if fresh is not None:
