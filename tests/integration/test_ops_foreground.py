@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.processes import name_of
-from support.ops_cluster import OpsCluster, ops_cluster, wait_until
+from baton.cli.processes import ProcessName, name_of
+from support.ops_cluster import BATON, OpsCluster, ops_cluster, wait_until
 from support.ops_terminal import exit_code, read_until
 
 MAKE = shutil.which("make")
@@ -104,15 +104,35 @@ def test_everything_ends_with_a_killed_make(tmp_path: Path) -> None:
         assert cluster.left_behind() == []
 
 
+def _command(make: subprocess.Popen[bytes]) -> ProcessName:
+    """Return the process that make runs: `baton run`."""
+    children = Path(f"/proc/{make.pid}/task/{make.pid}/children").read_text().split()
+    found = name_of(int(children[0]))
+    assert found is not None
+    return found
+
+
+def test_everything_ends_with_the_killed_command(tmp_path: Path) -> None:
+    """kill -9 of `baton run` itself: no process of the cluster 5 s later."""
+    with ops_cluster() as cluster:
+        make = _start(cluster, _makefile(tmp_path), tmp_path / "out")
+        _command(make).send(signal.SIGKILL)
+        assert make.wait(timeout=10) != 0
+        wait_until(
+            lambda: not [p for p in cluster.left_behind() if p.startswith("pid")],
+            5.0,
+            "all processes end",
+        )
+        assert cluster.down().returncode == 0
+        assert cluster.left_behind() == []
+
+
 def test_an_interrupt_without_a_terminal_ends_with_exit_code_0(tmp_path: Path) -> None:
     """SIGINT to the command itself, as CI sends it: everything stops, make reports success."""
     with ops_cluster() as cluster:
         output = tmp_path / "out"
         make = _start(cluster, _makefile(tmp_path), output)
-        children = Path(f"/proc/{make.pid}/task/{make.pid}/children").read_text().split()
-        run = name_of(int(children[0]))
-        assert run is not None
-        run.send(signal.SIGINT)
+        _command(make).send(signal.SIGINT)
         assert make.wait(timeout=30) == 0
         assert "nothing is left behind" in output.read_text()
         assert cluster.left_behind() == []
@@ -124,4 +144,24 @@ def test_one_shot_stops_after_the_answer() -> None:
         done = cluster.baton("run", "--oneshot", "--prompt", "Hello")
         assert done.returncode == 0, done.stdout + done.stderr + cluster.logs()
         assert "tokens" in done.stdout
+        assert cluster.left_behind() == []
+
+
+def test_one_core_is_enough() -> None:
+    """On one core nothing is pinned, and an answer streams all the same."""
+    one = (
+        "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    with ops_cluster() as cluster:
+        done = subprocess.run(
+            [sys.executable, "-c", one, *BATON, "run", "--oneshot", "--prompt", "Hello"],
+            env=cluster.env(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr + cluster.logs()
         assert cluster.left_behind() == []
