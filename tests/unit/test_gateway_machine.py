@@ -54,8 +54,9 @@ ROLES = {R0: Role.ROUTER, R1: Role.ROUTER, P0: Role.PREFILL, D0: Role.DECODE, D1
 T = TypeVar("T")
 
 
-def up(peer: Peer) -> PeerUp:
-    return PeerUp(Member(peer=peer, role=ROLES[peer], endpoint="", pid=1, boot_id="b"))
+def up(peer: Peer, role: Role | None = None) -> PeerUp:
+    role = role or ROLES[peer]
+    return PeerUp(Member(peer=peer, role=role, endpoint="", pid=1, boot_id="b"))
 
 
 class Talk:
@@ -445,6 +446,24 @@ def test_lost_decode_with_a_take_over_goes_on() -> None:
     assert not talk.ends
     talk.tokens(D1, 0, [1, 2], epoch=2)
     assert talk.delivered == [1, 2]
+
+
+def test_lost_decode_after_its_router_goes_to_another_router() -> None:
+    """Whatever the order of the two losses, a router that lives is asked to take over, once."""
+    for losses in ((R0, D0), (D0, R0)):
+        talk = Talk()
+        talk.submit()
+        talk.place()
+        talk.tokens(D0, 0, [1])
+        for peer in losses:
+            talk.feed(PeerLost(peer, "died"))
+        assert [p for p, _ in sent(talk.feed(up(R1)), SubmitRequest)] == [R1]
+        assert not sent(talk.feed(up(Peer("router-9", 9), Role.ROUTER)), SubmitRequest)
+        talk.hear(R1, FenceRequest(request_id="r", epoch=2))
+        placed = RequestPlaced(request_id="r", epoch=2, decode=D1)
+        talk.hear(R1, placed)
+        talk.tokens(D1, 1, [2], epoch=2, finish=FinishReason.STOP)
+        assert talk.delivered == [1, 2]
 
 
 def test_lost_prefill_matters_only_before_decode_spoke() -> None:

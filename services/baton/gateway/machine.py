@@ -511,6 +511,8 @@ class GatewayMachine:
             for session in list(self._sessions.values()):
                 if session.phase is Phase.WAITING:
                     commands += self._submit(session, now)
+                else:
+                    commands += self._take_over(session)
             return commands
         for session in self._sessions.values():
             # A worker that was placed before its link was up has turned up.
@@ -532,6 +534,8 @@ class GatewayMachine:
                     session.become(Phase.WAITING)
                     session.resubmissions += 1
                     commands += self._submit(session, now)
+                else:
+                    commands += self._take_over(session)
             return commands
         for session in self._sessions.values():
             matters = peer == session.decode or (
@@ -540,7 +544,22 @@ class GatewayMachine:
             if matters and session.recovery_due is None:
                 session.recovery_due = now + self._limits.recovery_ms / 1000
                 self._schedule(session, now)
+                commands += self._take_over(session)
         return commands
+
+    def _take_over(self, session: Session) -> list[Command]:
+        """A request that lost its worker after its router has nobody left: ask another router.
+
+        Create-or-return again; that router finds the record and goes on with the next epoch.
+        """
+        lost = session.recovery_due is not None and session.phase is Phase.RUNNING
+        if not lost or not self._routers or session.router in self._members:
+            return []
+        router = self._routers[self._next_router % len(self._routers)]
+        self._next_router += 1
+        session.router = router
+        session.told.add(router)
+        return [Send(router, SubmitRequest(spec=session.spec))]
 
     def _schedule(self, session: Session, now: float) -> None:
         due = session.submitted_at + session.spec.deadline_ms / 1000

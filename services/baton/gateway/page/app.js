@@ -31,7 +31,8 @@ show();
 function toggleSettings(open) {
   settings.hidden = !open;
   $("settings-open").setAttribute("aria-expanded", String(open));
-  if (open) $("system").focus({ preventScroll: true });
+  // On a touch screen a focused field would raise the keyboard over the settings.
+  if (open) $(matchMedia("(hover: hover)").matches ? "system" : "settings-close").focus({ preventScroll: true });
   else $("settings-open").focus();
 }
 $("settings-open").addEventListener("click", () => toggleSettings(settings.hidden));
@@ -73,7 +74,7 @@ async function loadModel() {
   const [first] = (await answer.json()).data;
   if (!first) return;
   model = first.id;
-  $("model").textContent = `${first.id} · ${first.max_model_len.toLocaleString("en")} tokens of context`;
+  $("model").textContent = `${first.id} · context ${first.max_model_len.toLocaleString("en")}`;
 }
 
 function update() {
