@@ -95,3 +95,24 @@ def test_down_without_a_cluster_is_fine(
     monkeypatch.setenv("BATON_CLUSTER_RUN_DIR", str(tmp_path / "r"))
     assert main(["down"]) == 0
     assert "nothing is left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["status"], ["down"], ["logs"]])
+def test_looking_makes_no_run_directory(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a start makes the run directory."""
+    monkeypatch.setenv("BATON_CLUSTER_RUN_DIR", str(tmp_path / "r"))
+    main(command)
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_run_directory_that_others_can_write_to_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in it is believed: exit code 78."""
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r").chmod(0o777)
+    monkeypatch.setenv("BATON_CLUSTER_RUN_DIR", str(tmp_path / "r"))
+    assert main(["status"]) == 78
+    assert "lets others in" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from baton.core.ids import Role
 from baton.ledger.embedded import LedgerBinaryMissing, SocketPathTooLong
 from baton.runtime.config import worker_ids
 from baton.runtime.cores import plan_cores
-from baton.runtime.dirs import cache_dir, run_dir
+from baton.runtime.dirs import cache_dir, run_dir, run_dir_path
 from baton.runtime.settings import Config
 
 #: Orphans of a killed supervisor end by themselves in 5 s; this is more than that.
@@ -62,7 +62,10 @@ class Cluster:
 
     def __init__(self, config: Config, environ: Mapping[str, str], tell: Tell) -> None:
         self.config = config
-        self.run_dir = run_dir(config, environ)
+        self.run_dir = run_dir_path(config, environ)
+        if self.run_dir.exists():
+            # Looked at before anything in it is believed; made only by a start.
+            run_dir(config, environ)
         self._environ = environ
         self._tell = tell
         self._source = str(config.path or "")
@@ -89,6 +92,7 @@ class Cluster:
         Raises:
             CommandError: a port is taken, or something of an older cluster lives.
         """
+        run_dir(self.config, self._environ)
         with self._locked():
             if self.running() is not None:
                 raise CommandError("a cluster already runs here; see `baton status`")
@@ -256,6 +260,8 @@ class Cluster:
 
     def stop(self, patience: Patience) -> list[str]:
         """Stop everything and return, in words, what is left all the same (nothing, normally)."""
+        if not self.run_dir.exists():
+            return []
         with self._locked():
             found = record.read(self.run_dir)
             if found is None or not found.is_running():
