@@ -64,6 +64,11 @@ class Endings:
         while len(self.recent) > RECENT_MAX:
             self.recent.popitem(last=False)
 
+    def unheard(self, peer: Peer) -> None:
+        """A link is over: what was said on it may be lost, so it is said again when asked."""
+        for ended in self.recent.values():
+            ended.told.discard(peer)
+
     def begin(
         self,
         request_id: str,

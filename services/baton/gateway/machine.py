@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Literal, assert_never
+from typing import assert_never
 
 from baton.core.events import DrainRequested, LeaseChanged, TimePassed
 from baton.core.ids import Member, Peer, Role
@@ -17,6 +17,7 @@ from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
 from baton.gateway.endings import Endings
+from baton.gateway.links import Links, Mode
 from baton.gateway.reports import Reports
 from baton.gateway.session import Phase, Session, Verdict
 from baton.gateway.timers import Timers
@@ -52,8 +53,6 @@ WANTED_AGAIN_S = 1.0
 #: Routers enforce the waiting limit; the gateway's own is later, for when no router answers.
 QUEUE_SLACK_S = 1.0
 
-Mode = Literal["split", "colocated"]
-
 
 class GatewayMachine:
     """A :class:`baton.core.machine.Machine` for :data:`Event` and :data:`Command`."""
@@ -61,11 +60,8 @@ class GatewayMachine:
     def __init__(self, me: Peer, limits: Limits, mode: Mode = "split") -> None:
         self._me = me
         self._limits = limits
-        self._mode = mode
+        self._links = Links(mode)
         self._lease = LeaseState.VACANT
-        self._members: dict[Peer, Member] = {}
-        self._routers: list[Peer] = []
-        self._next_router = 0
         self._sessions: dict[str, Session] = {}
         self._timers = Timers()
         self._endings = Endings(me)
@@ -96,7 +92,7 @@ class GatewayMachine:
         """Assert all invariants."""
         assert len(self._sessions) <= self._limits.sessions_max
         assert len(self._timers) <= len(self._sessions)
-        assert set(self._routers) <= self._members.keys()
+        self._links.check()
         for request_id, session in self._sessions.items():
             assert request_id == session.request_id
             session.check()
@@ -126,7 +122,7 @@ class GatewayMachine:
             case PeerRefused():
                 return [Note("peer_refused", {"peer": event.worker_id, "why": event.text}, "error")]
             case ReportsWanted():
-                return self._reports.begin(event.token, event.kind, self._members, now)
+                return self._reports.begin(event.token, event.kind, self._links, now)
             case LeaseChanged():
                 self._lease = event.state
                 return []
@@ -145,14 +141,7 @@ class GatewayMachine:
             return Reason.DRAINING, "the gateway is shutting down"
         if self._lease is not LeaseState.HELD:
             return Reason.LEDGER_UNAVAILABLE, "the gateway holds no lease: the ledger is away"
-        if not self._routers:
-            return Reason.NO_ROUTER, "no router is connected"
-        roles = {member.role for member in self._members.values()}
-        if Role.DECODE not in roles:
-            return Reason.NO_DECODE_WORKER, "no decode worker is connected"
-        if self._mode == "split" and Role.PREFILL not in roles:
-            return Reason.NO_PREFILL_WORKER, "no prefill worker is connected"
-        return None
+        return self._links.missing()
 
     @property
     def draining(self) -> bool:
@@ -170,7 +159,7 @@ class GatewayMachine:
             "sessions": len(self._sessions),
             "phases": dict(Counter(str(s.phase.value) for s in self._sessions.values())),
             "ends_unconfirmed": self._endings.waiting,
-            "peers": [str(peer) for peer in sorted(self._members)],
+            "peers": [str(peer) for peer in sorted(self._links)],
         }
 
     def gauges(self) -> Mapping[str, float]:
@@ -217,11 +206,10 @@ class GatewayMachine:
 
     def _submit(self, session: Session, now: float) -> list[Command]:
         """Give the request to the next router, or leave it waiting for one."""
-        if not self._routers:
+        router = self._links.next_router()
+        if router is None:
             self._schedule(session, now)
             return []
-        router = self._routers[self._next_router % len(self._routers)]
-        self._next_router += 1
         session.become(Phase.SUBMITTED)
         session.router = router
         session.told.add(router)
@@ -321,7 +309,7 @@ class GatewayMachine:
         missing = [
             peer
             for peer in (message.decode, message.prefill)
-            if peer is not None and peer not in self._members
+            if peer is not None and peer not in self._links
         ]
         if missing:
             # Not linked yet, or lost already: either it turns up, or somebody takes over in time.
@@ -341,7 +329,8 @@ class GatewayMachine:
         if message.epoch > session.epoch:
             session.fence(message.epoch)
             session.become(Phase.RUNNING)
-            session.recovery_due = now + self._limits.recovery_ms / 1000
+            # Its router sees to it, however long it waits there for memory.
+            session.recovery_due = None
         session.router = event.peer
         session.told.add(event.peer)
         self._schedule(session, now)
@@ -366,8 +355,11 @@ class GatewayMachine:
     def _refused(self, session: Session, event: Received, now: float) -> list[Command]:
         message = event.message
         assert isinstance(message, RequestRefused)
-        if session.phase is Phase.RUNNING or event.peer != session.router:
+        if event.peer != session.router:
             return [Measure("stale_messages_total", labels={"kind": "incarnation"})]
+        if session.phase is Phase.RUNNING:
+            session.router = None  # it does not take over what another one had placed
+            return []
         outcome = Outcome(
             Ending.REFUSED,
             reason=message.reason,
@@ -381,9 +373,7 @@ class GatewayMachine:
         session = self._sessions.get(run.request_id)
         if session is None:
             return self._over(peer, run.request_id, run.epoch)
-        member = self._members.get(peer)
-        role = member.role if member is not None else Role.CLI
-        verdict, fresh = session.accept(peer, role, run)
+        verdict, fresh = session.accept(peer, self._links.role(peer), run)
         match verdict:
             case Verdict.FRESH:
                 return self._deliver(session, fresh, now)
@@ -459,7 +449,7 @@ class GatewayMachine:
 
     def _still_missing(self, session: Session) -> float | None:
         """Keep the recovery deadline only while it is decode that is missing."""
-        if session.decode is not None and session.decode in self._members:
+        if session.decode is not None and session.decode in self._links:
             return None if session.decode_spoke else session.recovery_due
         return session.recovery_due
 
@@ -472,7 +462,7 @@ class GatewayMachine:
         request_id = session.request_id
         del self._sessions[request_id]
         self._timers.set(request_id, None)
-        told = {peer for peer in session.told if peer in self._members}
+        told = {peer for peer in session.told if peer in self._links}
         self._endings.remember(request_id, outcome, told)
         ended = RequestEnded(request_id=request_id, epoch=session.epoch, outcome=outcome)
         commands: list[Command] = [Send(peer, ended) for peer in sorted(told)]
@@ -504,10 +494,9 @@ class GatewayMachine:
     # --- peers and time -------------------------------------------------------------------------
 
     def _peer_up(self, member: Member, now: float) -> list[Command]:
-        self._members[member.peer] = member
+        self._links.up(member)
         commands: list[Command] = []
         if member.role is Role.ROUTER:
-            self._routers = sorted({*self._routers, member.peer})
             for session in list(self._sessions.values()):
                 if session.phase is Phase.WAITING:
                     commands += self._submit(session, now)
@@ -517,14 +506,17 @@ class GatewayMachine:
         for session in self._sessions.values():
             # A worker that was placed before its link was up has turned up.
             bound = (session.decode, session.prefill)
-            if member.peer in bound and all(p in self._members for p in bound if p is not None):
+            if session.router not in self._links:
+                continue  # nobody makes good what its lost link took along
+            if member.peer in bound and all(p in self._links for p in bound if p is not None):
                 session.recovery_due = None
                 self._schedule(session, now)
         return commands
 
     def _peer_lost(self, event: PeerLost, now: float) -> list[Command]:
         peer = event.peer
-        self._members.pop(peer, None)
+        self._links.pop(peer, None)
+        self._endings.unheard(peer)
         commands: list[Command] = [*self._reports.lost(peer)]
         if peer in self._routers:
             self._routers.remove(peer)
@@ -534,8 +526,8 @@ class GatewayMachine:
                     session.become(Phase.WAITING)
                     session.resubmissions += 1
                     commands += self._submit(session, now)
-                else:
-                    commands += self._take_over(session)
+                elif session.router == peer:
+                    commands += self._router_lost(session, now)
             return commands
         for session in self._sessions.values():
             matters = peer == session.decode or (
@@ -547,16 +539,25 @@ class GatewayMachine:
                 commands += self._take_over(session)
         return commands
 
+    def _router_lost(self, session: Session, now: float) -> list[Command]:
+        """While decode speaks a placed request needs no router (the next token says so); one that
+        waits for its first token is given to another at once: its placement may be lost."""
+        if session.recovery_due is None:
+            session.recovery_due = now + self._limits.recovery_ms / 1000
+            self._schedule(session, now)
+        return [] if session.decode_spoke else self._take_over(session)
+
     def _take_over(self, session: Session) -> list[Command]:
         """A request that lost its worker after its router has nobody left: ask another router.
 
         Create-or-return again; that router finds the record and goes on with the next epoch.
         """
         lost = session.recovery_due is not None and session.phase is Phase.RUNNING
-        if not lost or not self._routers or session.router in self._members:
+        if not lost or session.router in self._links:
             return []
-        router = self._routers[self._next_router % len(self._routers)]
-        self._next_router += 1
+        router = self._links.next_router()
+        if router is None:
+            return []
         session.router = router
         session.told.add(router)
         return [Send(router, SubmitRequest(spec=session.spec))]
@@ -607,7 +608,7 @@ class GatewayMachine:
         commands: list[Command] = []
         if session.wanted_at is not None and now >= session.wanted_at + WANTED_AGAIN_S:
             session.wanted_at = now
-            if session.decode is not None and session.decode in self._members:
+            if session.decode is not None and session.decode in self._links:
                 commands.append(self._wanted(session, session.decode))
         self._schedule(session, now)
         return commands
