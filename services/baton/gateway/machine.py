@@ -515,11 +515,10 @@ class GatewayMachine:
 
     def _peer_lost(self, event: PeerLost, now: float) -> list[Command]:
         peer = event.peer
-        self._links.pop(peer, None)
+        role = self._links.lost(peer)
         self._endings.unheard(peer)
         commands: list[Command] = [*self._reports.lost(peer)]
-        if peer in self._routers:
-            self._routers.remove(peer)
+        if role is Role.ROUTER:
             for session in list(self._sessions.values()):
                 if session.phase is Phase.SUBMITTED and session.router == peer:
                     # Create-or-return: giving the same id to another router is harmless.

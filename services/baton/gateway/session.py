@@ -120,7 +120,9 @@ class Session:
         self.held.clear()
         self.wanted_at = None
 
-    def accept(self, peer: Peer, role: Role, run: TokenRun) -> tuple[Verdict, list[TokenRun]]:
+    def accept(
+        self, peer: Peer, role: Role | None, run: TokenRun
+    ) -> tuple[Verdict, list[TokenRun]]:
         """Judge ``run``; the second value is what is new, in order, each starting at the next
         index."""
         if run.epoch != self.epoch or not self._binds(peer, role, run):
@@ -139,7 +141,7 @@ class Session:
             self.wanted_at = None
         return (Verdict.FRESH if fresh else Verdict.REPEATED), fresh
 
-    def _binds(self, peer: Peer, role: Role, run: TokenRun) -> bool:
+    def _binds(self, peer: Peer, role: Role | None, run: TokenRun) -> bool:
         """Whether ``peer`` is (or now becomes) this attempt's worker for what it sends.
 
         Tokens may overtake :class:`RequestPlaced`, which comes from somebody else: the first

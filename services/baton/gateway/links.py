@@ -1,0 +1,70 @@
+"""Who is linked to this gateway: routers in turn, workers by role, and what is missing.
+
+Decides which router is asked next and whether a request could be served at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from baton.core.ids import Member, Peer, Role
+from baton.core.outcomes import Reason
+
+Mode = Literal["split", "colocated"]
+
+
+class Links:
+    """The open links."""
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode = mode
+        self._members: dict[Peer, Member] = {}
+        self._routers: list[Peer] = []
+        self._next = 0
+
+    def __contains__(self, peer: object) -> bool:
+        return peer in self._members
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._members)
+
+    def up(self, member: Member) -> None:
+        """A link is open."""
+        self._members[member.peer] = member
+        if member.role is Role.ROUTER:
+            self._routers = sorted({*self._routers, member.peer})
+
+    def lost(self, peer: Peer) -> Role | None:
+        """A link is over; return what the peer was."""
+        member = self._members.pop(peer, None)
+        if peer in self._routers:
+            self._routers.remove(peer)
+        return member.role if member is not None else None
+
+    def role(self, peer: Peer) -> Role | None:
+        """Return what a linked peer does."""
+        member = self._members.get(peer)
+        return member.role if member is not None else None
+
+    def next_router(self) -> Peer | None:
+        """Return the router whose turn it is."""
+        if not self._routers:
+            return None
+        self._next += 1
+        return self._routers[self._next % len(self._routers)]
+
+    def missing(self) -> tuple[Reason, str] | None:
+        """Return which process a request would lack."""
+        if not self._routers:
+            return Reason.NO_ROUTER, "no router is connected"
+        roles = {member.role for member in self._members.values()}
+        if Role.DECODE not in roles:
+            return Reason.NO_DECODE_WORKER, "no decode worker is connected"
+        if self._mode == "split" and Role.PREFILL not in roles:
+            return Reason.NO_PREFILL_WORKER, "no prefill worker is connected"
+        return None
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert set(self._routers) <= self._members.keys()
