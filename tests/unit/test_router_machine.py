@@ -304,6 +304,34 @@ def test_a_refused_placement_is_no_failure() -> None:
     assert [PLACED_AGAIN.matches(each) for each in play.wait(0.2)] == [True]
 
 
+def test_placements_that_are_refused_again_and_again_slow_down() -> None:
+    """Each costs an epoch: a worker that refuses for a minute gets tens of them, not hundreds."""
+    play = Router(workers=(D,))
+    play.place(spec(), prefill=None)
+    began, epoch = play.now, 1
+    while play.now < began + 60.0:
+        play.hear(
+            D, WorkRefused("r", epoch, Reason.NO_BLOCKS), *cancels(D, epoch=epoch), Like(Send)
+        )
+        epoch += 1
+        play.retried(epoch=epoch)
+        play.ready(D)
+        said = play.wait(0.9)
+        assert len(said) == 1 and call(PlaceRequest, epoch=epoch).matches(said[0])
+        play.counted("r", prefill=None, epoch=epoch)
+    assert epoch < 100
+
+
+def test_a_worker_that_refuses_is_left_alone_while_there_is_another() -> None:
+    """Without a link to the gateway it would refuse again."""
+    play = Router(workers=(D, D1))
+    play.place(spec(), prefill=None)
+    play.hear(D, WorkRefused("r", 1, Reason.NO_LINK), *cancels(D), FENCE)
+    play.retried()
+    said = play.wait(0.2)
+    assert len(said) == 1 and call(PlaceRequest, epoch=2, decode=D1).matches(said[0])
+
+
 @pytest.mark.parametrize("reason", [Reason.NO_BLOCKS, Reason.DRAINING])
 def test_giving_way_is_no_failure(reason: Reason) -> None:
     """(17) Pre-empted, or on a worker that shuts down: nobody is to blame."""

@@ -51,6 +51,8 @@ class Entry:
     reserved: bool = False
     failures: int = 0
     """Attempts that ended without a result; refusals do not count."""
+    refusals: int = 0
+    """Placements in a row that a worker refused."""
     placed_once: bool = False
     recovering_since: float | None = None
     not_before: float = 0.0

@@ -64,7 +64,9 @@ Event = (
 
 TICK_S = 0.05
 LEDGER_AGAIN_S = 0.2
-REFUSED_PAUSE_S = 0.05
+#: Between a refused placement and the next one; doubles, since each costs an epoch.
+REFUSED_PAUSE_S = 0.025
+REFUSED_PAUSE_MAX_S = 0.8
 RETRY_AFTER_MIN_MS = 1_000
 RETRY_AFTER_MAX_MS = 30_000
 QUEUE_WEIGHT = 0.1
@@ -176,6 +178,7 @@ class RouterMachine:
                 entry = self._placed_entry(request_id, epoch)
                 if entry is not None and entry.decode == peer:
                     entry.reserved = True
+                    entry.refusals = 0
                     self.placement.workers[peer].succeeded()
             case WorkRefused():
                 self._work_refused(peer, message, now)
@@ -420,7 +423,10 @@ class RouterMachine:
             self._cancel_work(entry, reason)
             self._refuse(entry, now, reason, text)
             return
-        entry.not_before = now + REFUSED_PAUSE_S
+        if reason is not Reason.NO_BLOCKS:
+            self.placement.workers[peer].failed(now)  # another one may have its links and a lease
+        entry.refusals += 1
+        entry.not_before = now + min(REFUSED_PAUSE_S * 2.0**entry.refusals, REFUSED_PAUSE_MAX_S)
         self._recover(entry)
 
     def _work_failed(self, peer: Peer, message: WorkFailed, now: float) -> None:
