@@ -20,8 +20,8 @@ from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import Deliver, End, ReportsReady
 from baton.ports.channel import ArenaInUse
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
-from baton.ports.ledger import AnyOp, Reply, Unavailable
 from baton.ports.lease import LeaseKeeper, MembersChanged, Replaced
+from baton.ports.ledger import AnyOp, Reply, Unavailable
 from baton.ports.transport import PeerLost, PeerUp, TransportEvent
 from baton.prefill.io import MapArena, RunChunk, UnmapArena
 from baton.prefill.machine import PrefillMachine
@@ -205,12 +205,15 @@ class Process:
                     )
                 case LeaseChanged():
                     self.feed(command)
-                case MembersChanged(members):
-                    for member in to_dial(self.me, self.role, members):
-                        self.transport.dial(member)
+                case MembersChanged():
+                    pass  # dialled below, as at every beat
                 case Replaced():
                     self._exit(1, "replaced")
         self.keeper.check()
+        if isinstance(event, LedgerAnswered) and self.alive:
+            # As the shell does at every beat: a lost link to one who is there is opened anew.
+            for member in to_dial(self.me, self.role, self.keeper.members):
+                self.transport.dial(member)
         if self._lease_timer is not None:
             self._lease_timer.cancel()
         deadline = self.keeper.deadline()
