@@ -217,3 +217,15 @@ def test_a_supervisor_killed_while_all_start_leaves_no_process(moment_s: float) 
         assert up.returncode == 1
         assert "supervisor ended" in error
         assert cluster.left_behind() == []
+
+
+def test_down_while_a_killed_process_has_no_successor_yet_is_no_error() -> None:
+    """What a crash left and nobody had taken over is removed without a complaint."""
+    with ops_cluster(BATON_CLUSTER_DECODE="2") as cluster:
+        cluster.up()
+        cluster.ask()
+        for name in ("gateway-0", "decode-0", "decode-1", "router-0"):
+            cluster.process(name).send(signal.SIGKILL)
+        done = cluster.down()
+        assert done.returncode == 0, done.stderr
+        assert cluster.left_behind() == []

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -268,6 +268,7 @@ class Cluster:
                 return self._bury(found)
             # Nobody waits longer than the workers' own drain and supervisor's kill after it.
             patience.limit(3 * (self.config.limits.drain_ms / 1000 + 10))
+            crashed = leftovers.ownerless(self.run_dir, found)
             self._stop_in_order(found, patience)
             killed = self._supervisor_lives(found)
             if killed:
@@ -275,7 +276,7 @@ class Cluster:
                 found.supervisor.send(signal.SIGKILL)
             if self._child is not None:
                 self._child.wait()
-            return self._bury(found) if killed else self._after_stop(found)
+            return self._bury(found) if killed else self._after_stop(found, crashed)
 
     def _stop_in_order(self, found: ClusterRecord, patience: Patience) -> None:
         asked = Supervisor(self.run_dir)
@@ -304,18 +305,14 @@ class Cluster:
                 return
             time.sleep(0.05)
 
-    def _after_stop(self, found: ClusterRecord) -> list[str]:
+    def _after_stop(self, found: ClusterRecord, crashed: Collection[leftovers.Known]) -> list[str]:
         # The kernel needs a moment to take down the last process's memory.
         deadline = time.monotonic() + 1
-        while (left := leftovers.found_after_stop(self.run_dir, found)) and (
+        while (left := leftovers.found_after_stop(self.run_dir, found, crashed)) and (
             time.monotonic() < deadline
         ):
             time.sleep(0.05)
-        if left:
-            self._bury(found)
-        else:
-            leftovers.clear(self.run_dir)
-        return left
+        return left + [line for line in self._bury(found) if line not in left]
 
     def _bury(self, found: ClusterRecord | None) -> list[str]:
         """Take away what a cluster without a supervisor left; return what resists."""

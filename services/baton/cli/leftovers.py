@@ -8,18 +8,25 @@ owner's lock.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from baton.channel.files import remove_unowned
+from baton.channel import locks
+from baton.channel.files import open_arena, read_header, remove_unowned
+from baton.channel.layout import BadHeader
 from baton.cli.processes import describe, members
 from baton.cli.record import ClusterRecord
 from baton.ports.channel import ArenaInUse
 
 LOGS = "logs"
+#: A path and the inode it named: a successor's file of the same name is another one.
+Known = tuple[str, int]
 
 
 def end_members(run_dir: Path, patience_s: float, tell: Callable[[str], None]) -> list[str]:
@@ -61,12 +68,56 @@ def remove_arenas(record: ClusterRecord, keep: Collection[str] = ()) -> list[str
     return alive
 
 
-def found_after_stop(run_dir: Path, record: ClusterRecord) -> list[str]:
+def ownerless(run_dir: Path, record: ClusterRecord) -> frozenset[Known]:
+    """Return the sockets and arenas whose process has crashed and has no successor yet.
+
+    Looked at before a stop: what a crash left is the successor's to take over, and no fault of the
+    stop when there never was one.
+    """
+    dead = [path for path in run_dir.glob("*.sock") if not _answers(path)]
+    dead += [path for path in arenas(Path(record.arena_dir), record.name) if not _is_owned(path)]
+    return frozenset(_known(path) for path in dead)
+
+
+def found_after_stop(run_dir: Path, record: ClusterRecord, crashed: Collection[Known]) -> list[str]:
     """Return, in words, everything that an orderly stop should have taken away and did not."""
     found = [f"process {describe(process.pid)}" for process in members(run_dir)]
-    found += [f"socket {path}" for path in sorted(run_dir.glob("*.sock"))]
-    found += [f"arena {path}" for path in arenas(Path(record.arena_dir), record.name)]
+    for what, paths in (
+        ("socket", sorted(run_dir.glob("*.sock"))),
+        ("arena", arenas(Path(record.arena_dir), record.name)),
+    ):
+        found += [f"{what} {path}" for path in paths if _known(path) not in crashed]
     return found
+
+
+def _known(path: Path) -> Known:
+    try:
+        return str(path), path.lstat().st_ino
+    except FileNotFoundError:
+        return str(path), 0
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+        return True
+
+
+def _is_owned(path: Path) -> bool:
+    try:
+        fd = open_arena(path)
+    except OSError:
+        return False
+    try:
+        return locks.is_locked(fd, read_header(fd).owner.incarnation)
+    except BadHeader:
+        return locks.is_any_locked(fd)
+    finally:
+        os.close(fd)
 
 
 def clear(run_dir: Path, *, keep_ledger: bool = False) -> None:
