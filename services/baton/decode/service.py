@@ -56,10 +56,12 @@ def build(context: Context) -> Service:
     checks = EngineThread(context.feed, context.crash, context.clock, name="verify")
 
     async def stop() -> None:
-        await steps.stop(STOP_S)
-        await checks.stop(STOP_S)
-        engine.detach(arena.ref.file_id)
-        arena.close(unlink=True)
+        idle = await steps.stop(STOP_S) and await checks.stop(STOP_S)
+        if idle:
+            # A thread that hangs in native code may still store: then the mapping stays until the
+            # process ends, and the next start reclaims the file.
+            engine.detach(arena.ref.file_id)
+            arena.close(unlink=True)
 
     def run(command: RunStep) -> None:
         steps.submit(lambda: run_step(engine, command, context.clock))
