@@ -28,7 +28,8 @@ from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
 from baton.core.stopping import finish_of
 from baton.engine.fake_model import write_fake_model
 from baton.gateway.exchange import Exchange
-from baton.gateway.machine import GatewayMachine, Mode
+from baton.gateway.links import Mode
+from baton.gateway.machine import GatewayMachine
 from baton.gateway.server import GatewayServer
 from baton.gateway.serving import Serving
 from baton.gateway.tokens import load_model_text
