@@ -1,9 +1,10 @@
 """The whole cluster under one seeded virtual clock: production machines, faults, checkers.
 
 A run has two phases. First requests come while faults are injected; what must hold then: no wrong
-token, one outcome per request, every bound, blocks conserved (each machine's own ``check`` runs
-after each event). Then the faults stop; what must hold then: everything ends in bounded virtual
-time, nothing is left behind, and a new request gets its right answer.
+token, one outcome per request, every bound, blocks conserved (each machine's own ``check``), no
+effect of a lower epoch, no store without permission (``oracles.py``). Then the faults stop; what
+must hold then: everything ends in bounded virtual time, nothing is left behind, and a new request
+gets its right answer.
 
 Run one seed again: ``python -m sim.run --seed N`` (see ``make sim``).
 """
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from baton.core.ids import Peer, Role
+from baton.core.ids import Role
 from baton.core.lifecycles import BlockState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending
@@ -46,6 +47,11 @@ class Scenario:
     cancels: int = 0
     ledger_faults: int = 0
     gateway_kills: int = 0
+    flips: int = 0
+    """Bits inverted between the storing of a chunk and its verification."""
+    stalls: int = 0
+    """Prefill frozen after its look at the fence and before its stores, for longer than decode
+    waits: it stores when it wakes, into whatever the blocks are by then."""
     faults: Faults = CALM
 
 
@@ -73,6 +79,8 @@ def draw(seed: int) -> Scenario:
         cancels=random.choice((0, 3, 8)),
         ledger_faults=0 if calm else random.choice((0, 0, 1, 2)),
         gateway_kills=0 if calm else random.choice((0, 0, 0, 1)),
+        flips=random.choice((0, 0, 1, 3)),
+        stalls=0 if calm else random.choice((0, 0, 1, 2)),
         faults=noisy,
     )
 
@@ -87,7 +95,8 @@ class Cluster:
         self.blocks = self.scenario.blocks
         self.clock = VirtualClock(seed)
         self.limits = Limits()
-        self.info = fake_info()
+        # One layer and one head keep the bytes few; every rule is the same for more.
+        self.info = fake_info(layers=1, kv_heads=1)
         self.layout = layout_of(self.info, "float32", 16)
         self.compat = compat_of(self.info, self.layout, "fake")
         self.host = SimHost(self.clock.now)
@@ -101,6 +110,8 @@ class Cluster:
         self.story: deque[str] = deque(maxlen=STORY_LINES)
         self.counts: Counter[str] = Counter()
         self.incarnations = 0
+        self.calm = False
+        self.flips = self.stalls = 0
         self.clients = Clients(self)
         names = [(Role.GATEWAY, "gateway-0")]
         names += [(Role.ROUTER, f"router-{n}") for n in range(self.scenario.routers)]
@@ -138,6 +149,20 @@ class Cluster:
         """Add a line to the story of this run."""
         words = " ".join(f"{name}={value}" for name, value in fields.items())
         self.story.append(f"{self.clock.now():10.4f} {worker_id:10} {event} {words}")
+
+    def stalls_now(self) -> bool:
+        """Whether prefill freezes just here, its fence looked at and nothing stored yet."""
+        if self.calm or self.stalls >= self.scenario.stalls or self.clock.random.random() > 0.1:
+            return False
+        self.stalls += 1
+        return True
+
+    def flips_now(self) -> bool:
+        """Whether a bit of what was just stored turns over."""
+        if self.calm or self.flips >= self.scenario.flips or self.clock.random.random() > 0.2:
+            return False
+        self.flips += 1
+        return True
 
     # --- a run --------------------------------------------------------------------------------
 
@@ -215,6 +240,7 @@ class Cluster:
 
     def calm_down(self) -> None:
         """The faults stop."""
+        self.calm = True
         self.network.faults = CALM
         self.ledger.thaw()
         self.ledger.come_up()
@@ -268,13 +294,3 @@ class Cluster:
             elif machine.status()["sessions"]:
                 found.append(f"{name}: sessions")
         return found
-
-
-def calm(scenario: Scenario) -> Scenario:
-    """Return ``scenario`` without faults."""
-    return replace(scenario, kills=0, freezes=0, ledger_faults=0, gateway_kills=0, faults=CALM)
-
-
-def incarnation_of(cluster: Cluster, worker_id: str) -> Peer:
-    """Return who runs under that name now."""
-    return cluster.processes[worker_id].me

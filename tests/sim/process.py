@@ -23,19 +23,22 @@ from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note,
 from baton.ports.lease import LeaseKeeper, MembersChanged, Replaced
 from baton.ports.ledger import AnyOp, Reply, Unavailable
 from baton.ports.transport import PeerLost, PeerUp, TransportEvent
-from baton.prefill.io import MapArena, RunChunk, UnmapArena
+from baton.prefill.io import ChunkRow, MapArena, RunChunk, UnmapArena
 from baton.prefill.machine import PrefillMachine
 from baton.prefill.work import ChunkWorker
 from baton.router.machine import RouterMachine
 from baton.runtime.members import to_dial
 from baton.sim.clock import Handle
+from sim import oracles
 
 if TYPE_CHECKING:
     from sim.cluster import Cluster
 
 RESTART_S = 0.5
-#: The story of a run keeps this many lines.
-STORY_MAX = 4_000
+#: A stalled writer sleeps longer than its peers wait for a sign of it.
+STALL_S = 3.0
+#: In the whole-arena check of decode lies a third of a run's time.
+DECODE_CHECK_EVERY = 7
 
 
 class Process:
@@ -70,6 +73,7 @@ class Process:
         self._pending: list[Callable[[], None]] = []
         self._queue: list[object] = []
         self._handling = False
+        self._handled = 0
         self._timer: Handle | None = None
         self._lease_timer: Handle | None = None
         self._thread_free = 0.0
@@ -179,12 +183,21 @@ class Process:
             return
         self._handling = True
         while self._queue and self.alive:
-            for command in self.machine.handle(self._queue.pop(0), self.cluster.clock.now()):
+            event = self._queue.pop(0)
+            before = oracles.held(self.role, self.machine, event)
+            for command in self.machine.handle(event, self.cluster.clock.now()):
                 self._execute(command)
-            self.machine.check()
+            oracles.unchanged(self.role, self.machine, event, before)
+            self._check()
         self._handling = False
         if self.alive:
             self._arm()
+
+    def _check(self) -> None:
+        """Decode's check walks its whole arena: every few events are enough to find a leak."""
+        self._handled += 1
+        if self.role is not Role.DECODE or self._handled % DECODE_CHECK_EVERY == 0:
+            self.machine.check()
 
     def _arm(self) -> None:
         deadline = self.machine.deadline()
@@ -231,12 +244,7 @@ class Process:
             case Send(peer, message):
                 self.transport.send(peer, message)
             case CallLedger(op):
-                self.ledger.call(
-                    op,
-                    lambda reply, op=op: (
-                        self.later(0.0, lambda: self.feed(LedgerAnswered(op, reply))) and None
-                    ),
-                )
+                self.ledger.call(op, lambda reply, op=op: self._on_answer(op, reply))
             case Note(event, fields):
                 self.cluster.tell(self.worker_id, event, fields)
                 if "wrong KV" in str(fields) or "KV of another" in str(fields):
@@ -301,12 +309,31 @@ class Process:
 
         def fence() -> None:
             live = self.chunks.begin(command)
+            oracles.may_store(self.cluster, self.me, [command.rows[number] for number in live])
             self.later(stores - begin, lambda: store(live))
+            if self.cluster.stalls_now():
+                self.freeze()
+                self.cluster.clock.call_later(STALL_S, self.thaw)
 
         def store(live: list[int]) -> None:
-            self._finish(self.chunks.complete(command, live, begin), begin + seconds)
+            finished = self.chunks.complete(command, live, begin)
+            if live and self.cluster.flips_now():
+                self._flip(command.rows[live[0]])
+            self._finish(finished, begin + seconds)
 
         self.later(begin - now, fence)
+
+    def _flip(self, row: ChunkRow) -> None:
+        """Turn over one bit of what ``row`` has stored and announces next."""
+        random, layout = self.cluster.clock.random, self.cluster.layout
+        if not row.checks:
+            return
+        check = random.choice(row.checks)
+        token = random.randrange(check.tokens) + random.randrange(2) * layout.block_size
+        byte = token * layout.token_bytes_per_axis + random.randrange(layout.token_bytes_per_axis)
+        arena = self.chunks.arenas[row.row.arena].ref
+        self.cluster.host.flip(arena, check.block, byte, 1 << random.randrange(8))
+        self.cluster.tell(self.worker_id, "bit_flipped", {"request_id": row.row.request_id})
 
     def _exit(self, code: int, reason: str) -> None:
         self.exits.append((code, reason))

@@ -1,0 +1,81 @@
+"""What must hold between two events, told by looking from outside: no machine is asked.
+
+An effect of a lower epoch is a change of what a machine holds for a request by a message with an
+epoch below its own. A store without permission is one that begins although the owner's records do
+not say FILLING for this very writer, epoch and generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from baton.core.ids import Peer, Role
+from baton.core.lifecycles import BlockState
+from baton.ports.transport import Received
+from baton.prefill.io import ChunkRow
+from baton.wire.messages import TokenChunk
+
+if TYPE_CHECKING:
+    from sim.cluster import Cluster
+
+Held = list[tuple[str, object]]
+
+
+def held(role: Role, machine: Any, event: object) -> Held:
+    """Return what ``machine`` holds for each request of which ``event`` says something old."""
+    if not isinstance(event, Received) or role not in (Role.DECODE, Role.GATEWAY):
+        return []
+    message = event.message
+    says = message.runs if isinstance(message, TokenChunk) else (message,)
+    return [
+        (each.request_id, _state(role, machine, each.request_id))
+        for each in says
+        if hasattr(each, "request_id")
+        and hasattr(each, "epoch")
+        and each.epoch < _epoch(role, machine, each.request_id)
+    ]
+
+
+def unchanged(role: Role, machine: Any, event: object, before: Held) -> None:
+    """Assert that the old news of ``event`` changed nothing."""
+    for request_id, state in before:
+        now = _state(role, machine, request_id)
+        assert now == state, f"{request_id}: effect of a lower epoch, by {event}"
+
+
+def may_store(cluster: Cluster, writer: Peer, rows: Sequence[ChunkRow]) -> None:
+    """Assert that what is about to be stored may be stored, by the owner's own records."""
+    arenas = {
+        process.arena.ref.file_id: process
+        for process in cluster.processes.values()
+        if process.role is Role.DECODE and hasattr(process, "arena")
+    }
+    for row in rows:
+        owner = arenas.get(row.row.arena)
+        if owner is None:
+            continue  # that arena's owner was replaced: nobody reads it any more
+        for pair in row.targets:
+            mark = owner.arena.marked(pair.block)
+            found = (mark.state, mark.generation, mark.epoch, mark.writer)
+            wanted = (BlockState.FILLING, pair.generation, row.epoch, writer.incarnation)
+            assert found == wanted, f"{row.row.request_id}: a store without permission: {found}"
+
+
+def _holder(role: Role, machine: Any, request_id: str) -> Any:
+    holders = machine.state.sequences if role is Role.DECODE else machine._sessions
+    return holders.get(request_id)
+
+
+def _epoch(role: Role, machine: Any, request_id: str) -> int:
+    holder = _holder(role, machine, request_id)
+    return 0 if holder is None else int(holder.epoch)
+
+
+def _state(role: Role, machine: Any, request_id: str) -> object:
+    holder = _holder(role, machine, request_id)
+    if holder is None:
+        return None
+    if role is Role.DECODE:
+        return id(holder), holder.stage, holder.length
+    return id(holder), len(holder.ids)
