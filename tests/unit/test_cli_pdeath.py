@@ -49,10 +49,17 @@ def test_a_parent_that_died_before_the_guard_is_noticed() -> None:
     assert done.returncode == -signal.SIGKILL
 
 
+def test_a_parent_that_is_no_supervisor_is_not_the_one_that_started_us() -> None:
+    """With 0 for the parent: whoever adopted us after supervisor's death is not taken for it."""
+    command = [*PDEATH, "KILL", "0", "--", "sleep", "600"]
+    done = subprocess.run(command, timeout=20, check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
 def test_a_program_that_does_not_exist_is_named() -> None:
     """The error names the program."""
     done = subprocess.run(
-        [*PDEATH, "TERM", "0", "--", "/no/such/program"],
+        [*PDEATH, "TERM", str(os.getpid()), "--", "/no/such/program"],
         capture_output=True,
         text=True,
         timeout=20,

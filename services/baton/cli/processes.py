@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.cli.supervisor import MARK
+from baton.runtime.dirs import LEDGER_SOCKET
 
 _LISTEN = "0A"
 
@@ -73,15 +74,18 @@ def describe(pid: int) -> str:
 def members(run_dir: Path) -> list[ProcessName]:
     """Return every process that was started for the cluster in ``run_dir``, but this one."""
     mark = f"{MARK}={run_dir}".encode()
+    # The ledger's server writes its title over its environment.
+    title = f"unixsocket:{run_dir / LEDGER_SOCKET}".encode()
     found = []
     for pid in _pids():
         if pid == os.getpid():
             continue
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes()
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if mark in environ.split(b"\0"):
+        if mark in environ.split(b"\0") or title in line:
             name = name_of(pid)
             if name is not None:
                 found.append(name)
