@@ -13,7 +13,7 @@ from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
 from baton.core.sampling import SamplingParams
 from baton.gateway.machine import GatewayMachine
-from baton.gateway.session import HELD_RUNS_MAX
+from baton.gateway.session import HELD_RUNS_MAX, Session, Verdict
 from baton.gateway.vocabulary import (
     ClientGone,
     Command,
@@ -715,3 +715,19 @@ def test_gauges_and_status_are_in_the_catalogue() -> None:
     talk.tokens(D0, 0, [4242])
     assert set(talk.machine.gauges()) <= CATALOGUE.keys()
     assert "4242" not in str(talk.machine.status())
+
+
+def test_prefill_tells_the_first_new_token_of_a_later_attempt() -> None:
+    """After a fence the ids held are forced: prefill's first token has the index behind them."""
+    session = Session(spec=spec(), submitted_at=0.0)
+    decode, prefill = Peer("decode-0", 1), Peer("prefill-0", 1)
+    assert session.place(1, decode, prefill)
+    run = TokenRun(session.request_id, 1, 0, (65, 66))
+    assert session.accept(decode, Role.DECODE, run)[0] is Verdict.FRESH
+    session.fence(2)
+    later = TokenRun(session.request_id, 2, 2, (67,))
+    verdict, fresh = session.accept(Peer("prefill-1", 1), Role.PREFILL, later)
+    assert verdict is Verdict.FRESH
+    assert [run.ids for run in fresh] == [(67,)]
+    early = TokenRun(session.request_id, 2, 0, (65,))
+    assert session.accept(Peer("prefill-1", 1), Role.PREFILL, early)[0] is Verdict.STALE

@@ -100,6 +100,7 @@ class Generation:
                         sampling=sampling_of(wish, seed, k),
                         max_tokens=max_tokens,
                         deadline_ms=deadline_ms,
+                        open_ended=wish.max_tokens is None,
                         parent_id="" if total == 1 else request_id,
                         traceparent=traceparent,
                     )

@@ -62,6 +62,8 @@ class Session:
     router: Peer | None = None
     epoch: int = 1
     """Lower ones are refused (the fence)."""
+    first_index: int = 0
+    """Output index of this attempt's first token: what was held at the fence is forced."""
     fenced: bool = False
     """Fenced at ``epoch``, and not placed at it yet."""
     decode: Peer | None = None
@@ -94,6 +96,7 @@ class Session:
         """Refuse everything below ``epoch`` from now on and forget the attempt's workers."""
         assert epoch > self.epoch
         self.epoch = epoch
+        self.first_index = len(self.ids)
         self.fenced = True
         self._unbind()
 
@@ -155,7 +158,7 @@ class Session:
                 return False
             self.decode_spoke = True
             return True
-        if role is Role.PREFILL and run.index == 0 and len(run.ids) == 1:
+        if role is Role.PREFILL and run.index == self.first_index and len(run.ids) == 1:
             if self.prefill is None:
                 self.prefill = peer
                 self.told.add(peer)
