@@ -17,11 +17,10 @@ EPOCH_S = 1_000.0
 class Handle:
     """One callback that is due; cancelling it twice, or after it ran, does nothing."""
 
-    __slots__ = ("_fn", "_order", "due")
+    __slots__ = ("_fn", "due")
 
-    def __init__(self, due: float, order: int, fn: Callable[[], None]) -> None:
+    def __init__(self, due: float, fn: Callable[[], None]) -> None:
         self.due = due
-        self._order = order
         self._fn: Callable[[], None] | None = fn
 
     @property
@@ -38,9 +37,6 @@ class Handle:
         if fn is not None:
             fn()
 
-    def __lt__(self, other: Handle) -> bool:
-        return (self.due, self._order) < (other.due, other._order)
-
 
 class VirtualClock:
     """Time that moves only when the next callback is taken (``baton.ports.clock.Clock``).
@@ -54,7 +50,8 @@ class VirtualClock:
         self.random = Random(seed)
         self._now = EPOCH_S
         self._order = 0
-        self._queue: list[Handle] = []
+        #: (due, order, handle): the order is unique, so that handles are never compared.
+        self._queue: list[tuple[float, int, Handle]] = []
 
     def now(self) -> float:
         """Return the virtual time in seconds."""
@@ -63,8 +60,8 @@ class VirtualClock:
     def call_at(self, time: float, fn: Callable[[], None]) -> Handle:
         """Run ``fn`` at ``time``; a time in the past means at once, after what is already due."""
         self._order += 1
-        handle = Handle(max(time, self._now), self._order, fn)
-        heapq.heappush(self._queue, handle)
+        handle = Handle(max(time, self._now), fn)
+        heapq.heappush(self._queue, (handle.due, self._order, handle))
         return handle
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> Handle:
@@ -77,16 +74,16 @@ class VirtualClock:
 
     def next_due(self) -> float | None:
         """Return the time of the next callback, ``None`` if nothing is due any more."""
-        while self._queue and not self._queue[0].pending:
+        while self._queue and not self._queue[0][2].pending:
             heapq.heappop(self._queue)
-        return self._queue[0].due if self._queue else None
+        return self._queue[0][0] if self._queue else None
 
     def step(self) -> bool:
         """Run the next callback; return whether there was one."""
         due = self.next_due()
         if due is None:
             return False
-        handle = heapq.heappop(self._queue)
+        _, _, handle = heapq.heappop(self._queue)
         self._now = due
         handle.run()
         return True

@@ -1,0 +1,65 @@
+"""The whole cluster under faults, seed by seed.
+
+At least 200 seeds, and more while ``$BATON_SIM_BUDGET_S`` seconds (170 unless set) are not used up.
+A seed that fails is named with the command that runs it again and tells its story.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from sim.cluster import Cluster
+
+SEEDS_MIN = 200
+BATCH = 10
+BUDGET_S = float(os.environ.get("BATON_SIM_BUDGET_S", "170"))
+
+
+def again(seed: int) -> str:
+    """Return the one command that runs ``seed`` again."""
+    return f"PYTHONPATH=shared:services:tests python -m sim.run --story --seed {seed}"
+
+
+def run(seed: int) -> None:
+    """Run one seed; whatever it raises names the seed."""
+    cluster = Cluster(seed)
+    try:
+        cluster.run()
+    except Exception as error:
+        raise AssertionError(
+            f"seed {seed}: {type(error).__name__}: {error}\n{cluster.scenario}\n{again(seed)}"
+        ) from error
+
+
+@pytest.fixture(scope="module")
+def began() -> float:
+    """When the first batch began."""
+    return time.monotonic()
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS_MIN, BATCH))
+def test_the_cluster_keeps_its_promises(first: int, began: float) -> None:
+    """No wrong token, one outcome each, nothing left behind, and it serves afterwards."""
+    for seed in range(first, first + BATCH):
+        run(seed)
+
+
+def test_more_seeds_while_there_is_time(began: float) -> None:
+    """The budget is used up: every run of the suite may find what no run has found before."""
+    seed = SEEDS_MIN
+    while time.monotonic() - began < BUDGET_S:
+        run(seed)
+        seed += 1
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    """A failing seed can be run again: its story is the same, word for word."""
+    stories = []
+    for _ in range(2):
+        cluster = Cluster(17)
+        cluster.run()
+        stories.append(list(cluster.story))
+    assert stories[0] == stories[1]
