@@ -20,6 +20,7 @@ from baton.core.stopping import finish_of
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
 from baton.ports.ledger import AdvanceRequest
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
+from baton.prefill.chunk_size import ChunkSize
 from baton.prefill.io import (
     ArenaOpened,
     ChunkFinished,
@@ -96,6 +97,8 @@ class PrefillMachine:
         self.step = 0
         self.step_since: float | None = None
         self.flying: list[tuple[ChunkRow, Job]] = []
+        quarter_s = limits.lease_ttl_ms / 4000
+        self.chunk_size = ChunkSize(block_size, limits.prefill_chunk_tokens, quarter_s)
         self.tokens_per_s = 0.0
         self.beat_at = 0.0
         self.beacon = Beacon(limits.lease_renew_ms / 1000, limits.status_pause_ms / 1000)
@@ -247,18 +250,10 @@ class PrefillMachine:
 
     # --- chunks -------------------------------------------------------------------------------
 
-    def budget(self) -> int:
-        """Tokens of the next chunk: a step stays below a quarter of the lease."""
-        most = self.limits.prefill_chunk_tokens
-        if self.tokens_per_s:
-            quarter_s = self.limits.lease_ttl_ms / 4000
-            most = min(most, int(self.tokens_per_s * quarter_s))
-        return max(self.block_size, most - most % self.block_size)
-
     def _start_chunk(self, now: float) -> None:
         if self.step_since is not None:
             return
-        budget, rows = self.budget(), []
+        budget, rows = self.chunk_size.tokens(), []
         for job in self.jobs.values():
             if job.ticket is None:
                 continue
@@ -297,6 +292,7 @@ class PrefillMachine:
             speed = tokens / event.seconds
             weight = SPEED_WEIGHT if self.tokens_per_s else 1.0
             self.tokens_per_s += weight * (speed - self.tokens_per_s)
+            self.chunk_size.learn(tokens, event.seconds)
         for (row, job), result in zip(flying, event.results, strict=True):
             if job.stopping:
                 self._stop(job)
@@ -540,7 +536,7 @@ class PrefillMachine:
             "jobs": len(self.jobs),
             "queued_tokens": sum(job.remaining for job in self.jobs.values()),
             "tokens_per_s": round(self.tokens_per_s, 1),
-            "chunk_tokens": self.budget(),
+            "chunk_tokens": self.chunk_size.tokens(),
             "arenas": sorted(str(ref.owner) for ref in self.arenas.values()),
             "peers": sorted(str(peer) for peer in self.peers),
             "step": self.step,
