@@ -80,7 +80,7 @@ class Clients:
                 repetition_penalty=1.0 if greedy else 1.3,
                 stop_token_ids=(EOS_ID,),
             ),
-            max_tokens=max_tokens or random.choice((1, 2, 8, 30, 60)),
+            max_tokens=max_tokens or random.choice(self.cluster.scenario.max_tokens),
             deadline_ms=120_000,
         )
         answer = Answer(spec, submitted_at=self.cluster.clock.now())

@@ -29,6 +29,8 @@ from sim.clients import Clients
 from sim.process import Process
 
 STORY_LINES = 2_000
+#: Output lengths of most runs.
+USUAL = (1, 2, 8, 30, 60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Scenario:
     routers: int = 1
     blocks: int = 64
     requests: int = 25
+    max_tokens: tuple[int, ...] = USUAL
+    """What requests ask for, each as often as the others."""
     spread_s: float = 6.0
     """Requests come within this time, and so do the faults."""
     kills: int = 0
@@ -52,6 +56,10 @@ class Scenario:
     stalls: int = 0
     """Prefill frozen after its look at the fence and before its stores, for longer than decode
     waits: it stores when it wakes, into whatever the blocks are by then."""
+    cuts: int = 0
+    """Links between two processes cut for a while, one way or both, while all others hold."""
+    cut_pair: tuple[str, str] | None = None
+    """Whose link is cut; ``None``: anybody's."""
     faults: Faults = CALM
 
 
@@ -74,6 +82,7 @@ def draw(seed: int) -> Scenario:
         routers=random.choice((1, 1, 2)),
         blocks=random.choice((20, 32, 64, 200)),
         requests=random.choice((10, 25, 40)),
+        max_tokens=random.choice((USUAL, USUAL, (1, 30, 200))),
         kills=0 if calm else random.choice((0, 1, 3, 6)),
         freezes=0 if calm else random.choice((0, 0, 1, 3)),
         cancels=random.choice((0, 3, 8)),
@@ -81,6 +90,7 @@ def draw(seed: int) -> Scenario:
         gateway_kills=0 if calm else random.choice((0, 0, 0, 1)),
         flips=random.choice((0, 0, 1, 3)),
         stalls=0 if calm else random.choice((0, 0, 1, 2)),
+        cuts=0 if calm else random.choice((0, 0, 1, 3)),
         faults=noisy,
     )
 
@@ -207,6 +217,8 @@ class Cluster:
             at = clock.random.uniform(0, scenario.spread_s)
             clock.call_later(at, victim.freeze)
             clock.call_later(at + clock.random.choice((0.3, 1.0, 3.0)), victim.thaw)
+        for _ in range(scenario.cuts):
+            self._cut_a_link(clock.random.uniform(0, scenario.spread_s))
         for _ in range(scenario.ledger_faults):
             self._disturb_ledger(clock.random.uniform(0, scenario.spread_s))
         for _ in range(scenario.gateway_kills):
@@ -225,6 +237,25 @@ class Cluster:
         self.clients.gateway_dies()
         self.processes["gateway-0"].kill()
 
+    def _cut_a_link(self, at: float) -> None:
+        clock, network = self.clock, self.network
+        one, other = self.scenario.cut_pair or clock.random.sample(sorted(self.processes), 2)
+        both_ways = clock.random.random() < 0.5
+        seconds = clock.random.choice((0.5, 3.0, 6.0))
+
+        def cut() -> None:
+            if self.calm:
+                return
+            self.tell(one, "cut_off", {"other": other, "both_ways": both_ways})
+            network.cut(one, other, both_ways=both_ways)
+
+        def heal() -> None:
+            self.tell(one, "healed", {"other": other})
+            network.heal(one, other)
+
+        clock.call_later(at, cut)
+        clock.call_later(at + seconds, heal)
+
     def _disturb_ledger(self, at: float) -> None:
         clock, ledger = self.clock, self.ledger
         kind = clock.random.choice(("down", "freeze", "lose"))
@@ -241,6 +272,9 @@ class Cluster:
     def calm_down(self) -> None:
         """The faults stop."""
         self.calm = True
+        for one in self.processes:
+            for other in self.processes:
+                self.network.heal(one, other)
         self.network.faults = CALM
         self.ledger.thaw()
         self.ledger.come_up()

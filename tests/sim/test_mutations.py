@@ -1,0 +1,186 @@
+"""Whether the simulation would see it: each rule is switched off, and a few seeds must object.
+
+A mutation is applied in this process, over the production code, and undone after the test. Every
+scenario is made so that the rule matters in it: few blocks, writers that stall, bits that flip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.core.blocks import BlockPool
+from baton.decode.handover import Handover
+from baton.decode.machine import DecodeMachine
+from baton.decode.sequence import Sequence
+from baton.gateway.session import Session
+from baton.ports.channel import BlockCheck
+from baton.sim.channel import SimArena, SimMapped
+from baton.sim.network import Faults
+from sim.cluster import Cluster, Scenario
+
+SEEDS = 15
+NOISY = Faults(delay_s=(0.00005, 0.03), loss=0.02, duplicate=0.05, reorder=0.1)
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One rule switched off: how, and where it matters."""
+
+    apply: Callable[[Patch], None]
+    scenario: Scenario
+    objections: tuple[str, ...]
+    """What the failure may say: one for another reason (a mutation that no longer fits the code)
+    proves nothing."""
+
+
+def no_verification(patch: Patch) -> None:
+    def verify(self: SimArena, checks: Iterable[BlockCheck]) -> list[int]:
+        return []
+
+    patch.setattr(SimArena, "verify", verify)
+
+
+def no_quarantine(patch: Patch) -> None:
+    def nothing(self: BlockPool, blocks: Iterable[int]) -> None:
+        pass
+
+    patch.setattr(BlockPool, "hold", nothing)
+    patch.setattr(BlockPool, "unhold", nothing)
+
+
+def no_fence(patch: Patch) -> None:
+    patch.setattr(SimMapped, "may_write", lambda *_: True)
+
+
+def no_index_check(patch: Patch) -> None:
+    take = Session._take
+
+    def mutant(self: Session, run: Any, fresh: Any) -> bool:
+        return take(self, msgspec.structs.replace(run, index=len(self.ids)), fresh)
+
+    patch.setattr(Session, "_take", mutant)
+
+
+def no_epoch_at_the_gateway(patch: Patch) -> None:
+    accept = Session.accept
+
+    def mutant(self: Session, peer: Any, role: Any, run: Any) -> Any:
+        return accept(self, peer, role, msgspec.structs.replace(run, epoch=self.epoch))
+
+    patch.setattr(Session, "accept", mutant)
+
+
+def no_epoch_in_the_hand_over(patch: Patch) -> None:
+    stopped = Handover.stopped
+
+    def mutant(self: Handover, peer: Any, key: Any) -> Sequence | None:
+        same = [each for each in self.tickets if each[0] == key[0]]
+        return stopped(self, peer, max(same, default=key))
+
+    patch.setattr(Handover, "stopped", mutant)
+
+
+def no_proof_of_death(patch: Patch) -> None:
+    lost = Handover.writer_lost
+
+    def mutant(self: Handover, peer: Any, now: float) -> list[Sequence]:
+        waiting = lost(self, peer, now)
+        for key in self._still_writing(peer):
+            self.tickets[key].stopped = True
+            if self.tickets[key].revoked:
+                self._release(key)
+        return waiting
+
+    patch.setattr(Handover, "writer_lost", mutant)
+
+
+def no_end_of_a_drop(patch: Patch) -> None:
+    patch.setattr(DecodeMachine, "_release_dropped", lambda self: self.state.pinned.clear())
+
+
+STALLING = Scenario(
+    prefills=2, blocks=20, requests=40, spread_s=8.0, cancels=8, stalls=6, freezes=2
+)
+
+MUTATIONS = {
+    "checksums are not compared": Mutation(
+        no_verification,
+        Scenario(requests=25, flips=8),
+        ("read wrong KV", "wrong tokens"),
+    ),
+    "blocks of a writer are free at once": Mutation(
+        no_quarantine,
+        STALLING,
+        ("read wrong KV", "wrong tokens", "a store without permission"),
+    ),
+    "prefill does not look at the fence": Mutation(
+        no_fence,
+        Scenario(prefills=1, blocks=64, requests=40, cancels=30, faults=NOISY),
+        ("a store without permission",),
+    ),
+    "the gateway takes any index": Mutation(
+        no_index_check,
+        Scenario(requests=10, spread_s=2.0),
+        ("wrong tokens",),
+    ),
+    "the gateway takes any epoch": Mutation(
+        no_epoch_at_the_gateway,
+        Scenario(
+            prefills=0,
+            blocks=200,
+            requests=8,
+            max_tokens=(200,),
+            cuts=3,
+            cut_pair=("router-0", "decode-0"),
+        ),
+        ("effect of a lower epoch",),
+    ),
+    "decode takes any epoch from prefill": Mutation(
+        no_epoch_in_the_hand_over,
+        Scenario(prefills=2, decodes=1, blocks=20, requests=40, stalls=6, faults=NOISY),
+        ("effect of a lower epoch", "left behind", "has no owner"),
+    ),
+    "a lost link counts as a writer's death": Mutation(
+        no_proof_of_death,
+        STALLING,
+        ("read wrong KV", "wrong tokens", "a store without permission"),
+    ),
+    "blocks dropped in mid step are lost": Mutation(
+        no_end_of_a_drop,
+        Scenario(prefills=0, blocks=64, requests=40, cancels=30, spread_s=3.0),
+        ("left behind", "is miscounted"),
+    ),
+}
+
+
+def objection(scenario: Scenario) -> str | None:
+    """Return what the first seed that objects says, ``None`` if none does."""
+    for seed in range(SEEDS):
+        try:
+            Cluster(seed, scenario).run()
+        except AssertionError as error:
+            return f"seed {seed}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_simulation_objects(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one rule switched off a bounded number of seeds fails, for the right reason."""
+    mutation = MUTATIONS[name]
+    mutation.apply(monkeypatch)
+    said = objection(mutation.scenario)
+    assert said is not None, f"{SEEDS} seeds passed although {name}"
+    assert any(words in said for words in mutation.objections), said
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_same_scenario_passes_with_the_rule(name: str) -> None:
+    """What objects is the rule's absence, not the scenario."""
+    for seed in range(2):
+        Cluster(seed, MUTATIONS[name].scenario).run()
