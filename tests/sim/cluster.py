@@ -323,8 +323,8 @@ class Cluster:
                 if machine.jobs or machine.early or machine.flying:
                     found.append(f"{name}: {list(machine.jobs)} {list(machine.early)}")
             elif process.role is Role.ROUTER:
-                if machine.entries:
-                    found.append(f"{name}: {list(machine.entries)}")
+                if machine.state.entries:
+                    found.append(f"{name}: {list(machine.state.entries)}")
             elif machine.status()["sessions"]:
                 found.append(f"{name}: sessions")
         return found

@@ -69,7 +69,7 @@ class Router(Playbook):
         self, worker: Peer, *expected: object, blocks: int = 64, free: int | None = None, **f: Any
     ) -> None:
         """Link a worker and let it say what it has."""
-        if worker not in self.machine.placement.workers:
+        if worker not in self.machine.state.placement.workers:
             self.up(worker, ROLES[worker])
         status: dict[str, Any] = {"accepting": True, "block_size": SIZE, **f}
         if ROLES[worker] is Role.DECODE:
@@ -145,7 +145,7 @@ def test_a_request_is_admitted_counted_and_placed() -> None:
     play.place(spec())
     play.hear(D, DecodeReserved("r", 1, 0))
     play.hear(G, RequestEnded("r", 1, COMPLETED))
-    assert not play.machine.entries
+    assert not play.machine.state.entries
 
 
 def test_no_decode_worker_is_told_from_overload() -> None:
@@ -208,7 +208,7 @@ def test_a_silent_ledger_is_asked_again_and_refused_in_time() -> None:
     refused = sent(G, RequestRefused, reason=Reason.LEDGER_UNAVAILABLE)
     play.answered(Unavailable("down"), refused)
     play.hear(G, RequestEnded("r", 1, CANCELLED))
-    assert not play.machine.entries
+    assert not play.machine.state.entries
 
 
 def test_time_is_looked_at_however_busy_the_router_is() -> None:
@@ -257,7 +257,7 @@ def test_prompts_wait_here_rather_than_at_prefill() -> None:
     play.admit(spec("b"))
     play.hear(G, RequestEnded("b", 1, CANCELLED))
     play.ready(P, waiting=0)
-    assert list(play.machine.entries) == ["a"]
+    assert list(play.machine.state.entries) == ["a"]
 
 
 def test_a_request_goes_where_all_of_it_fits() -> None:
@@ -300,7 +300,7 @@ def test_a_refused_placement_is_no_failure() -> None:
     refused = WorkRefused("r", 1, Reason.NO_BLOCKS)
     play.hear(D, refused, *cancels(D, P), FENCE)
     play.retried()
-    assert play.machine.entries["r"].failures == 0
+    assert play.machine.state.entries["r"].failures == 0
     assert [PLACED_AGAIN.matches(each) for each in play.wait(0.2)] == [True]
 
 
@@ -338,7 +338,7 @@ def test_giving_way_is_no_failure(reason: Reason) -> None:
     play = Router()
     play.place(spec())
     play.failed(D, reason, *cancels(D, P), FENCE)
-    assert play.machine.entries["r"].failures == 0
+    assert play.machine.state.entries["r"].failures == 0
     play.failed(D, reason)
 
 
@@ -376,7 +376,7 @@ def test_reports_of_strangers_and_older_epochs_change_nothing() -> None:
     play.hear(D, RequestFenced("x", 1, b""))
     play.hear(D, WorkerStatus(accepting=True))
     play.hear(G, WorkerStatus(accepting=True))
-    assert play.machine.entries["r"].epoch == 1
+    assert play.machine.state.entries["r"].epoch == 1
 
 
 def test_a_request_that_nobody_takes_over_fails_in_time() -> None:
@@ -451,7 +451,7 @@ def test_a_request_that_ended_before_is_forgotten() -> None:
     play = Router()
     play.submit(spec(), call(AdmitRequest))
     play.answered(Conflict(1, R.COMPLETED, COMPLETED))
-    assert not play.machine.entries
+    assert not play.machine.state.entries
 
 
 @pytest.mark.parametrize("op", ["place", "retry"])
@@ -464,7 +464,7 @@ def test_a_request_that_another_router_took_over_is_let_go(op: str) -> None:
         play.failed(D, Reason.INTEGRITY, *cancels(D, P), FENCE)
         play.fenced(call(RetryRequest))
     play.answered(Conflict(2, R.PLACED))
-    assert not play.machine.entries
+    assert not play.machine.state.entries
 
 
 def test_a_record_that_is_gone_is_an_error_and_not_silence() -> None:
@@ -480,7 +480,7 @@ def test_a_fence_that_is_answered_with_a_later_epoch_lets_go() -> None:
     play.place(spec())
     play.failed(D, Reason.INTEGRITY, *cancels(D, P), FENCE)
     play.fenced(epoch=5)
-    assert not play.machine.entries
+    assert not play.machine.state.entries
 
 
 def test_late_answers_of_the_ledger_change_nothing() -> None:
@@ -494,7 +494,7 @@ def test_late_answers_of_the_ledger_change_nothing() -> None:
     play.feed(LedgerAnswered(place, Conflict(9, R.PLACED)))
     play.retried(PLACED_AGAIN)
     play.feed(LedgerAnswered(place, Done(1, R.PLACED)))
-    assert play.machine.entries["r"].epoch == 2
+    assert play.machine.state.entries["r"].epoch == 2
 
 
 # --- ends ---------------------------------------------------------------------------------------
@@ -510,11 +510,11 @@ def test_a_cancel_has_effect_in_every_phase(phase: str) -> None:
     told = cancels(D, P) if reached == "placed" else []
     pending = play.last(CallLedger).op
     play.hear(G, RequestEnded("r", 1, CANCELLED), *told)
-    assert not play.machine.entries and len(play.machine.queue) == 0
+    assert not play.machine.state.entries and len(play.machine.state.queue) == 0
     play.feed(LedgerAnswered(pending, Done(1, R.ADMITTED)))
     play.fenced()
     play.ready(D)
-    assert not play.machine.entries
+    assert not play.machine.state.entries
 
 
 def _drive(play: Router, phase: str) -> str:
@@ -548,7 +548,7 @@ def test_a_gateway_that_is_over_is_ended_for(phase: str) -> None:
     _drive(play, phase)
     told = cancels(D, P) if phase == "placed" else []
     play.lose(G, *told, call(EndRequest), gone=True)
-    assert not play.machine.entries
+    assert not play.machine.state.entries
 
 
 def test_a_gateway_out_of_reach_is_told_again_when_it_is_back() -> None:
@@ -580,7 +580,7 @@ def test_a_request_that_needs_its_gateway_ends_without_it_in_time() -> None:
     _drive(play, "fencing")
     play.lose(G)
     assert [call(EndRequest).matches(each) for each in play.wait(9.0)] == [True]
-    assert not play.machine.entries
+    assert not play.machine.state.entries
 
 
 def test_a_request_given_up_is_not_kept_for_ever() -> None:
@@ -588,9 +588,9 @@ def test_a_request_given_up_is_not_kept_for_ever() -> None:
     play = Router()
     _drive(play, "closing")
     play.wait(59.0)
-    assert play.machine.entries
+    assert play.machine.state.entries
     play.wait(2.0)
-    assert not play.machine.entries
+    assert not play.machine.state.entries
 
 
 def test_a_drain_refuses_what_was_not_placed_and_waits_for_the_rest() -> None:

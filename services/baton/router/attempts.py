@@ -1,0 +1,323 @@
+"""Attempts: placing a request, the ledger's answers, and what follows when an attempt ends.
+
+Decides when a request goes to which epoch. Before an attempt with a higher epoch starts, the
+gateway has refused the lower ones and said which ids the client may have seen; the new attempt
+continues exactly those. Where it goes is decided in ``placement.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton.core.ids import Peer
+from baton.core.lifecycles import RequestState
+from baton.core.outcomes import Reason
+from baton.ports.driving import CallLedger
+from baton.ports.ledger import (
+    AdmitRequest,
+    AnyOp,
+    Conflict,
+    Done,
+    PlaceRequest,
+    Reply,
+    RetryRequest,
+    Unavailable,
+)
+from baton.router.entry import Entry, Phase
+from baton.router.state import State
+from baton.router.verdicts import Verdicts
+from baton.wire.messages import (
+    AssignPrefill,
+    DecodeReserved,
+    FenceRequest,
+    RequestPlaced,
+    ReserveDecode,
+    WorkFailed,
+    WorkRefused,
+)
+
+LEDGER_AGAIN_S = 0.2
+#: Between a refused placement and the next one; doubles, since each costs an epoch.
+REFUSED_PAUSE_S = 0.025
+REFUSED_PAUSE_MAX_S = 0.8
+QUEUE_WEIGHT = 0.1
+
+#: The transition whose answer each phase waits for; an answer to another one is late.
+PENDING: Mapping[Phase, type[object]] = {
+    Phase.ADMITTING: AdmitRequest,
+    Phase.PLACING: PlaceRequest,
+    Phase.RETRYING: RetryRequest,
+}
+
+
+class Attempts:
+    """All attempts of one router's requests."""
+
+    def __init__(self, state: State, verdicts: Verdicts) -> None:
+        self.state = state
+        self.verdicts = verdicts
+
+    # --- the ledger's answers -----------------------------------------------------------------
+
+    def answered(self, op: AnyOp, reply: Reply | Unavailable, now: float) -> None:
+        if not isinstance(op, AdmitRequest | PlaceRequest | RetryRequest):
+            return
+        request_id = op.spec.request_id if isinstance(op, AdmitRequest) else op.request_id
+        entry = self.state.entries.get(request_id)
+        if entry is None or type(op) is not PENDING.get(entry.phase):
+            return
+        if not isinstance(op, AdmitRequest) and op.epoch != entry.epoch:
+            return
+        match reply:
+            case Unavailable(reason):
+                self._ledger_silent(entry, reason, now)
+            case Done():
+                entry.ledger_again = None
+                self._done(entry, op, reply, now)
+            case Conflict():
+                entry.ledger_again = None
+                self._conflict(entry, op, reply, now)
+            case _:
+                raise AssertionError(f"{type(reply).__name__} does not answer {type(op).__name__}")
+
+    def _done(
+        self, entry: Entry, op: AdmitRequest | PlaceRequest | RetryRequest, reply: Done, now: float
+    ) -> None:
+        match op:
+            case AdmitRequest():
+                entry.epoch = reply.epoch
+                self.state.measure("requests_admitted_total")
+                self.state.measure("prompt_tokens_total", entry.spec.prompt_tokens)
+                self.state.note("admitted", entry, prompt_tokens=entry.spec.prompt_tokens)
+                if reply.state is RequestState.ADMITTED and reply.epoch == 1:
+                    self._enqueue(entry)
+                else:
+                    self._recover(entry)  # admitted before this router knew of it
+            case PlaceRequest():
+                self._start_attempt(entry, now)
+            case RetryRequest():
+                entry.epoch = reply.epoch
+                self._enqueue(entry, front=True)
+
+    def _conflict(
+        self,
+        entry: Entry,
+        op: AdmitRequest | PlaceRequest | RetryRequest,
+        reply: Conflict,
+        now: float,
+    ) -> None:
+        """The record says otherwise: it is the truth."""
+        if reply.outcome is not None:
+            self.state.note("already_ended", entry, ending=reply.outcome.ending)
+            self.verdicts.forget(entry)
+        elif reply.state is None:
+            self.verdicts.give_up(entry, now, Reason.INTERNAL, "the ledger has lost this request")
+        elif isinstance(op, AdmitRequest):
+            # Its router is gone (the gateway asked here): go on with the next epoch.
+            entry.epoch = reply.epoch
+            self._recover(entry)
+        else:
+            self._superseded(entry, reply.epoch)
+
+    def _superseded(self, entry: Entry, epoch: int) -> None:
+        """Another router went on with it, and answers for it: a verdict from here could end what
+        runs well there."""
+        self.state.note("superseded", entry, by_epoch=epoch)
+        self.verdicts.forget(entry)
+
+    def _ledger_silent(self, entry: Entry, reason: str, now: float) -> None:
+        waited_ms = (now - entry.ledger_since) * 1000
+        if entry.phase is Phase.ADMITTING and waited_ms > self.state.limits.ledger_wait_ms:
+            text = f"the ledger does not answer: {reason}"
+            self.verdicts.refuse(entry, now, Reason.LEDGER_UNAVAILABLE, text)
+            return
+        entry.ledger_again = now + LEDGER_AGAIN_S
+
+    def ask_again(self, entry: Entry) -> None:
+        """Repeat the pending transition: every one is idempotent."""
+        entry.ledger_again = None
+        request_id = entry.spec.request_id
+        match entry.phase:
+            case Phase.ADMITTING:
+                self.state.emit(CallLedger(AdmitRequest(entry.spec, self.state.me)))
+            case Phase.RETRYING:
+                self.state.emit(CallLedger(RetryRequest(request_id, entry.epoch, self.state.me)))
+            case Phase.PLACING:
+                assert entry.decode is not None
+                self.state.emit(
+                    CallLedger(
+                        PlaceRequest(
+                            request_id, entry.epoch, self.state.me, entry.decode, entry.prefill
+                        )
+                    )
+                )
+            case _:
+                pass
+
+    # --- placement ----------------------------------------------------------------------------
+
+    def _enqueue(self, entry: Entry, *, front: bool = False) -> None:
+        entry.phase = Phase.QUEUED
+        entry.decode = entry.prefill = None
+        entry.reserved = False
+        entry.bypassed = 0
+        self.state.queue.push(entry, front=front)
+
+    def place_waiting(self, now: float) -> None:
+        """Place from the head; a few may pass one that waits for memory, never for ever."""
+        head: Entry | None = None
+        for entry in self.state.queue:
+            if entry.not_before > now:
+                continue
+            place = self.state.placement.choose(entry, now)
+            if place is None:
+                head = head or entry
+                if head.bypassed >= self.state.limits.bypass_max:
+                    return
+                continue
+            if head is not None:
+                head.bypassed += 1
+            self.state.queue.remove(entry)
+            self.state.placement.placed(entry, place)
+            entry.phase = Phase.PLACING
+            entry.decode, entry.prefill = place.decode, place.prefill
+            entry.ledger_since = now
+            self.ask_again(entry)
+
+    def _start_attempt(self, entry: Entry, now: float) -> None:
+        """The attempt is counted: tell everybody."""
+        decode, prefill = entry.decode, entry.prefill
+        assert decode is not None
+        entry.phase = Phase.PLACED
+        gone = [
+            p for p in (decode, prefill) if p is not None and p not in self.state.placement.workers
+        ]
+        if gone:
+            self._recover(entry, now)
+            return
+        if not entry.placed_once:
+            entry.placed_once = True
+            waited = now - entry.arrived
+            self.state.queue_s += QUEUE_WEIGHT * (waited - self.state.queue_s)
+            self.state.measure("request_queue_seconds", waited)
+        entry.recovering_since = None
+        self.state.measure("attempts_total")
+        self.state.note("placed", entry, decode=str(decode), prefill=str(prefill or "local"))
+        self.state.send(decode, ReserveDecode(entry.spec, entry.epoch, prefill, entry.output))
+        if prefill is not None:
+            self.state.send(prefill, AssignPrefill(entry.spec, entry.epoch, decode, entry.output))
+        self._tell_placed(entry, now)
+
+    def _tell_placed(self, entry: Entry, now: float) -> None:
+        assert entry.decode is not None
+        self.state.send(
+            entry.spec.gateway,
+            RequestPlaced(
+                request_id=entry.spec.request_id,
+                epoch=entry.epoch,
+                decode=entry.decode,
+                prefill=entry.prefill,
+                queued_ms=int((now - entry.arrived) * 1000),
+            ),
+        )
+
+    def tell_again(self, entry: Entry, now: float) -> None:
+        """The gateway is back on another link: what the first one lost is said again."""
+        entry.gateway_lost_at = None
+        if entry.phase is Phase.PLACED:
+            self._tell_placed(entry, now)
+        elif entry.phase is Phase.FENCING:
+            self._ask_for_fence(entry)
+        elif entry.verdict is not None:
+            self.state.send(entry.spec.gateway, entry.verdict)
+
+    def _placed_entry(self, request_id: str, epoch: int) -> Entry | None:
+        entry = self.state.entries.get(request_id)
+        if entry is None or entry.epoch != epoch or entry.phase is not Phase.PLACED:
+            return None
+        return entry
+
+    # --- attempts that end --------------------------------------------------------------------
+
+    def work_refused(self, peer: Peer, message: WorkRefused, now: float) -> None:
+        entry = self._placed_entry(message.request_id, message.epoch)
+        if entry is None or peer not in (entry.decode, entry.prefill):
+            return
+        reason, text = message.reason, message.message
+        self.state.note("placement_refused", entry, by=str(peer), reason=reason, message=text)
+        if reason is Reason.TOO_LONG:
+            self.verdicts.cancel_work(entry, reason)
+            self.verdicts.refuse(entry, now, reason, text)
+            return
+        if reason is not Reason.NO_BLOCKS:
+            self.state.placement.workers[peer].failed(
+                now
+            )  # another one may have its links and a lease
+        entry.refusals += 1
+        entry.not_before = now + min(REFUSED_PAUSE_S * 2.0**entry.refusals, REFUSED_PAUSE_MAX_S)
+        self._recover(entry)
+
+    def work_failed(self, peer: Peer, message: WorkFailed, now: float) -> None:
+        entry = self._placed_entry(message.request_id, message.epoch)
+        if entry is None or peer not in (entry.decode, entry.prefill):
+            return
+        reason = message.reason
+        self.state.measure("attempts_failed_total", reason=reason)
+        self.state.note(
+            "attempt_failed", entry, by=str(peer), reason=reason, message=message.message
+        )
+        if not message.retryable:
+            self.verdicts.cancel_work(entry, reason)
+            self.verdicts.give_up(entry, now, reason, message.message)
+            return
+        if reason in (Reason.NO_BLOCKS, Reason.DRAINING):
+            self._recover(entry)  # pre-empted, or its worker shuts down: nobody failed
+            return
+        if reason is not Reason.WORKER_LOST:
+            self.state.placement.workers[peer].failed(now)
+        self.attempt_failed(entry, f"{reason}: {message.message}", now)
+
+    def attempt_failed(self, entry: Entry, text: str, now: float) -> None:
+        entry.failures += 1
+        if entry.failures >= self.state.limits.attempts_max:
+            self.verdicts.cancel_work(entry, Reason.ATTEMPTS_EXHAUSTED)
+            self.verdicts.give_up(
+                entry,
+                now,
+                Reason.ATTEMPTS_EXHAUSTED,
+                f"{entry.failures} attempts failed, the last one: {text}",
+            )
+            return
+        self._recover(entry, now)
+
+    def _recover(self, entry: Entry, lost_at: float | None = None) -> None:
+        """Towards the next epoch: first the gateway refuses the old one and says what it holds."""
+        self.verdicts.cancel_work(entry, Reason.SUPERSEDED)
+        self.state.queue.remove(entry)
+        entry.phase = Phase.FENCING
+        if entry.recovering_since is None:
+            entry.recovering_since = lost_at
+        self._ask_for_fence(entry)
+
+    def _ask_for_fence(self, entry: Entry) -> None:
+        self.state.send(entry.spec.gateway, FenceRequest(entry.spec.request_id, entry.epoch + 1))
+
+    def fenced(self, request_id: str, epoch: int, output: bytes, now: float) -> None:
+        entry = self.state.entries.get(request_id)
+        if entry is None or entry.phase is not Phase.FENCING or epoch <= entry.epoch:
+            return
+        if epoch > entry.epoch + 1:
+            self._superseded(entry, epoch)
+            return
+        entry.output = output
+        entry.phase = Phase.RETRYING
+        entry.ledger_since = now
+        self.ask_again(entry)
+
+    def reserved(self, peer: Peer, message: DecodeReserved) -> None:
+        """Decode has its blocks: the placement was right."""
+        entry = self._placed_entry(message.request_id, message.epoch)
+        if entry is not None and entry.decode == peer:
+            entry.reserved = True
+            entry.refusals = 0
+            self.state.placement.workers[peer].succeeded()

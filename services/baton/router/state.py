@@ -1,0 +1,59 @@
+"""What the parts of the router machine share: requests, queue, workers, the commands of one event.
+
+Decides nothing but how long a refused client should wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.core.ids import Peer
+from baton.core.lifecycles import LeaseState
+from baton.core.limits import Limits
+from baton.core.outcomes import Reason
+from baton.ports.driving import Measure, Note, Send
+from baton.router.entry import Entry, WaitingQueue
+from baton.router.placement import Placement
+from baton.wire.messages import AnyMessage
+
+RETRY_AFTER_MIN_MS = 1_000
+RETRY_AFTER_MAX_MS = 30_000
+
+
+@dataclass(slots=True)
+class State:
+    """Shared by the machine and its parts; one owner: the machine."""
+
+    me: Peer
+    limits: Limits
+    placement: Placement
+    entries: dict[str, Entry] = field(default_factory=dict)
+    queue: WaitingQueue = field(default_factory=WaitingQueue)
+    gateways: set[Peer] = field(default_factory=set)
+    lease: LeaseState = LeaseState.VACANT
+    draining: bool = False
+    commands: list[object] = field(default_factory=list)
+    queue_s: float = 0.0
+    """Moving mean of the time from admission to placement: what Retry-After rests on."""
+
+    def emit(self, command: object) -> None:
+        self.commands.append(command)
+
+    def send(self, peer: Peer, message: AnyMessage) -> None:
+        if peer in self.gateways or peer in self.placement.workers:
+            self.emit(Send(peer, message))
+
+    def note(self, event: str, entry: Entry, level: str = "info", **fields: object) -> None:
+        ids = {"request_id": entry.spec.request_id, "epoch": entry.epoch}
+        self.emit(Note(event, {**ids, **fields}, level))
+
+    def measure(self, name: str, value: float = 1.0, **labels: str) -> None:
+        self.emit(Measure(name, value, labels))
+
+    def of_gateway(self, gateway: Peer) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.spec.gateway == gateway]
+
+    def retry_after_ms(self, reason: Reason) -> int:
+        if reason is Reason.TOO_LONG:
+            return 0
+        return int(min(max(RETRY_AFTER_MIN_MS, self.queue_s * 1000), RETRY_AFTER_MAX_MS))

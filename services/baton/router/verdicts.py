@@ -1,0 +1,86 @@
+"""How a request leaves its router: refused, given up, ended by its gateway, or without one.
+
+Decides which message the gateway will take for it, and how long an entry is kept afterwards.
+"""
+
+from __future__ import annotations
+
+from baton.core.outcomes import Ending, Outcome, Reason
+from baton.ports.driving import CallLedger
+from baton.ports.ledger import EndRequest
+from baton.router.entry import Entry, Phase
+from baton.router.state import State
+from baton.wire.messages import CancelWork, RequestFailed, RequestRefused
+
+
+class Verdicts:
+    """The ends of all requests of one router."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def refuse(self, entry: Entry, now: float, reason: Reason, text: str) -> None:
+        """Nothing was computed, and nothing will be: the client may come again.
+
+        What the gateway takes for running (it was placed or fenced before) can only fail."""
+        if entry.begun:
+            self.give_up(entry, now, reason, text)
+            return
+        self.state.measure("requests_refused_total", reason=reason)
+        self.state.note("refused", entry, reason=reason, message=text)
+        retry_after_ms = self.state.retry_after_ms(reason)
+        verdict = RequestRefused(entry.spec.request_id, reason, text, retry_after_ms)
+        self._close(entry, verdict, now)
+
+    def give_up(
+        self,
+        entry: Entry,
+        now: float,
+        reason: Reason,
+        text: str,
+        ending: Ending = Ending.FAILED,
+    ) -> None:
+        self.state.note("given_up", entry, level="warning", reason=reason, message=text)
+        outcome = Outcome(ending, reason=reason, message=text)
+        # A gateway that was fenced refuses what is below its fence, verdicts too.
+        epoch = entry.epoch + (entry.phase in (Phase.FENCING, Phase.RETRYING))
+        self._close(entry, RequestFailed(entry.spec.request_id, epoch, outcome), now)
+
+    def _close(self, entry: Entry, verdict: RequestRefused | RequestFailed, now: float) -> None:
+        """Kept until the gateway says how it ended, so that a repeated submit starts nothing; at
+        most as long as the ledger's record would answer that as well."""
+        self.state.queue.remove(entry)
+        entry.phase = Phase.CLOSING
+        entry.closed_at = now
+        entry.verdict = verdict
+        self.state.send(entry.spec.gateway, verdict)
+
+    def ended(self, request_id: str, outcome: Outcome) -> None:
+        entry = self.state.entries.get(request_id)
+        if entry is None:
+            return
+        if outcome.ending is not Ending.COMPLETED:
+            # The gateway may not know yet whom this was given to.
+            self.cancel_work(entry, outcome.reason or Reason.CLIENT_CANCELLED)
+        self.state.note("ended", entry, ending=outcome.ending)
+        self.forget(entry)
+
+    def end_for_lost_gateway(self, entry: Entry) -> None:
+        outcome = Outcome(Ending.CANCELLED, reason=Reason.GATEWAY_LOST)
+        self.state.note("ended", entry, ending=outcome.ending, reason=Reason.GATEWAY_LOST)
+        self.cancel_work(entry, Reason.GATEWAY_LOST)
+        self.state.emit(
+            CallLedger(EndRequest(entry.spec.request_id, entry.epoch, outcome, self.state.me))
+        )
+        self.forget(entry)
+
+    def cancel_work(self, entry: Entry, reason: Reason) -> None:
+        if entry.phase is not Phase.PLACED:
+            return
+        for peer in (entry.decode, entry.prefill):
+            if peer is not None:
+                self.state.send(peer, CancelWork(entry.spec.request_id, entry.epoch, reason))
+
+    def forget(self, entry: Entry) -> None:
+        self.state.queue.remove(entry)
+        self.state.entries.pop(entry.spec.request_id, None)
