@@ -22,7 +22,7 @@ from baton.decode.io import (
     WriterProbed,
 )
 from baton.decode.machine import DecodeMachine
-from baton.ports.driving import CallLedger, Exit, Send
+from baton.ports.driving import CallLedger, Exit, Measure, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import AdvanceRequest, EndRequest
 from baton.wire.messages import (
@@ -189,6 +189,10 @@ def test_a_request_goes_through_the_hand_over_and_generates() -> None:
     play.stepped((52,), run(2, 52, finish=FinishReason.LENGTH))
     play.hear(G, RequestEnded("r", 1, Outcome(Ending.COMPLETED)))
     assert play.used() == 0 and not play.machine.state.sequences
+    measured = [one for one in play.all if isinstance(one, Measure)]
+    assert sum(one.value for one in measured if one.name == "generation_tokens_total") == 3
+    assert len([one for one in measured if one.name == "request_decode_seconds"]) == 1
+    assert {one.value for one in measured if one.name == "engine_step_rows"} == {1}
 
 
 def test_metadata_says_filling_before_the_ticket_leaves() -> None:

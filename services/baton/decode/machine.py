@@ -338,6 +338,8 @@ class DecodeMachine:
         )
         self._advance(seq, RequestState.DECODING)
         self.commits[seq.key] = now
+        seq.running_since = now
+        self.state.measure("generation_tokens_total")
         self._emit_token(seq, commit.first_id, commit.first_logprob, now)
 
     # --- stepping -----------------------------------------------------------------------------
@@ -351,6 +353,8 @@ class DecodeMachine:
         kind = "mixed" if tokens > len(rows) else "decode"
         self.state.measure("engine_step_seconds", seconds, kind=kind)
         self.state.measure("engine_step_tokens", tokens, kind=kind)
+        self.state.measure("engine_step_rows", len(rows), kind=kind)
+        self.state.measure("generation_tokens_total", sum(one is not None for one in results))
         for (row, seq), sampled in zip(rows, results, strict=True):
             if self.state.sequences.get(row.request_id) is not seq:
                 continue  # dropped while the step ran: its blocks are released below
@@ -360,6 +364,8 @@ class DecodeMachine:
                 continue
             if seq.stage is Stage.LOCAL:
                 seq.stage = Stage.RUNNING
+                if seq.running_since is None:
+                    seq.running_since = now
                 if not seq.sent_first:
                     self._advance(seq, RequestState.DECODING)
             committed_at = self.commits.pop(seq.key, None)
@@ -393,6 +399,8 @@ class DecodeMachine:
     def _finish(self, seq: Sequence, now: float) -> None:
         """Complete: without blocks from now on, and kept until its gateway has spoken."""
         self.state.note("finished", seq, finish=seq.finish, tokens=len(seq.output))
+        if seq.running_since is not None:
+            self.state.measure("request_decode_seconds", now - seq.running_since)
         seq.stage = Stage.FINISHED
         seq.finished_at = now
         self.state.pool.release(seq.blocks)
@@ -585,6 +593,7 @@ class DecodeMachine:
         gauges["num_requests_running"] = stages.count(Stage.RUNNING)
         gauges["num_requests_waiting"] = stages.count(Stage.REMOTE) + stages.count(Stage.LOCAL)
         gauges["kv_cache_usage_perc"] = 1 - self.state.pool.available() / self.state.pool.total
+        gauges["arena_bytes"] = float(self.state.pool.total * self.state.block_bytes)
         return gauges
 
     def status(self) -> dict[str, object]:

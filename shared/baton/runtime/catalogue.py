@@ -115,7 +115,7 @@ _ALL = (
     _counter("attempts_failed_total", "Placements that gave no result.", reason=REASONS),
     _counter("preemptions_total", "Sequences put back to free blocks for others."),
     _counter("prompt_tokens_total", "Prompt tokens of requests taken in."),
-    _counter("generation_tokens_total", "Output tokens computed."),
+    _counter("generation_tokens_total", "Output tokens computed, each counted by decode."),
     _gauge("num_requests_running", "Requests somebody computes for now."),
     _gauge("num_requests_waiting", "Requests waiting for a place."),
     _gauge("queue_tokens", "Prompt tokens waiting for a place."),
@@ -136,7 +136,6 @@ _ALL = (
     _histogram("handover_seconds", "From prefill's last write to decode's admission of it.", SHORT),
     _counter("handover_bytes_total", "KV bytes that prefill wrote into decode's arena."),
     _counter("handovers_total", "Hand-overs that decode admitted."),
-    _counter("handovers_failed_total", "Hand-overs that were given up.", reason=REASONS),
     _counter(
         "kv_copied_bytes_total",
         "KV bytes copied between prefill's and decode's attention; stays 0 on one host.",
@@ -147,8 +146,7 @@ _ALL = (
     # blocks
     _gauge("blocks", "Blocks of the arena by state.", state=BLOCK_STATES),
     _gauge("kv_cache_usage_perc", "Blocks a reservation could not get, of all: 0 to 1."),
-    _gauge("quarantined_blocks", "Blocks that wait for their writer's end."),
-    _gauge("arena_bytes", "Size of the arena."),
+    _gauge("arena_bytes", "Size of all blocks of the arena."),
     _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     # engine
@@ -162,7 +160,6 @@ _ALL = (
     _histogram("ledger_call_seconds", "From asking for a transition to its answer.", SHORT),
     _counter("ledger_unavailable_total", "Transitions the ledger did not answer.", op=OPS),
     _counter("ledger_conflicts_total", "Transitions refused by epoch or state.", op=OPS),
-    _counter("ledger_retries_total", "Transitions asked for again after no answer."),
     _gauge("lease_state", "1 for the state this process's lease is in.", state=LEASE_STATES),
     _counter("leases_lost_total", "Leases of this process that ended unasked."),
     _counter("frames_dropped_total", "Frames that were not handled.", reason=DROPPED),

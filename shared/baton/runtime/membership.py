@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.core.events import LeaseChanged
-from baton.core.ids import Member
+from baton.core.ids import Member, Peer
 from baton.core.lifecycles import LeaseState
 from baton.ports.lease import MembersChanged, Replaced
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received, TransportEvent
@@ -39,6 +39,7 @@ class Membership:
         self._held = held
         self._members: tuple[Member, ...] = ()
         self._links = LinkWatch(context.me, context.role)
+        self._open: set[Peer] = set()
 
     @property
     def executors(self) -> dict[type, Callable[..., None]]:
@@ -59,9 +60,11 @@ class Membership:
                 return
             case PeerUp(member):
                 self._links.up(member.peer)
+                self._note_link(member.peer, is_open=True)
                 context.log.info("peer_up", peer=member.peer)
             case PeerLost(peer, reason):
                 self._links.lost(event, context.clock.now())
+                self._note_link(peer, is_open=False)
                 word = lost_word(reason)
                 context.metrics.measure("peers_lost_total", labels={"reason": word})
                 log = context.log.info if word in _IN_ORDER else context.log.warning
@@ -79,6 +82,13 @@ class Membership:
         peer = self._links.cut_off(self._context.clock.now())
         if peer is not None:
             self._context.end(EX_AGAIN, f"cut off from {peer}, which lives: starting anew")
+
+    def _note_link(self, peer: Peer, *, is_open: bool) -> None:
+        if is_open:
+            self._open.add(peer)
+        else:
+            self._open.discard(peer)
+        self._context.metrics.gauges({"peers": len(self._open)})
 
     def _lease_changed(self, change: LeaseChanged) -> None:
         self.lease = change.state
