@@ -1,8 +1,9 @@
 """The decode machine: takes requests in, receives or computes their KV, generates, lets go.
 
-Decides per request on this worker; placement is the router's, the client's end the gateway's. The
-hand-over stands in ``handover.py``, batching and memory in ``scheduler.py``; here is who calls
-whom when. Every message names its epoch; what is older than the sequence's own is dropped.
+Decides per request on this worker; placement is the router's, the client's end the gateway's. What
+is taken in is decided in ``admission.py``, the hand-over in ``handover.py``, batching and memory in
+``scheduler.py``, what gateways are sent in ``output.py``; here is who calls whom when. Every message
+names its epoch; what is older than the sequence's own is dropped.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Outcome, Reason
-from baton.core.stopping import finish_of
+from baton.decode.admission import Admission
 from baton.decode.handover import Handover
 from baton.decode.io import BlocksVerified, StepFailed, StepFinished, WriterProbed
+from baton.decode.output import Output
 from baton.decode.scheduler import Scheduler
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
@@ -38,12 +40,8 @@ from baton.wire.messages import (
     PrefillFailed,
     RequestEnded,
     ReserveDecode,
-    TokenChunk,
-    TokenLogprob,
-    TokenRun,
     TokensWanted,
     WorkerStatus,
-    WorkRefused,
     WriterStopped,
 )
 
@@ -83,8 +81,8 @@ class DecodeMachine:
         self.state = State(me, limits, pool, arena, block_size, block_bytes, root)
         self.handover = Handover(self.state)
         self.scheduler = Scheduler(self.state, self.handover)
-        self.lease = LeaseState.VACANT
-        self.draining = False
+        self.admission = Admission(self.state, self.handover, self.scheduler)
+        self.output = Output(self.state)
         self.drain_due: float | None = None
         self.exited = False
         self.arrivals = 0
@@ -143,7 +141,7 @@ class DecodeMachine:
             case WriterProbed(incarnation, alive):
                 self.handover.probed(incarnation, alive)
             case LeaseChanged(state):
-                self.lease = state
+                self.state.lease = state
                 self.beacon.forget()
             case DrainRequested():
                 self._drain(now)
@@ -178,7 +176,7 @@ class DecodeMachine:
             case RequestEnded(request_id, epoch, outcome):
                 self._cancel(request_id, epoch, outcome.reason)
             case TokensWanted(request_id, epoch, index):
-                self._resend(peer, request_id, epoch, index)
+                self.output.resend(peer, request_id, epoch, index)
             case _:
                 self.state.note("unexpected_message", level="warning", kind=type(message).__name__)
                 self.state.measure("stale_messages_total", kind="unknown")
@@ -190,22 +188,24 @@ class DecodeMachine:
         known = self.state.sequences.get(spec.request_id)
         if known is not None and known.epoch >= epoch:
             if known.epoch > epoch:
-                self._refuse(router, message, Reason.STALE_EPOCH, f"epoch {known.epoch} is here")
+                self.admission.refuse(
+                    router, message, Reason.STALE_EPOCH, f"epoch {known.epoch} is here"
+                )
             return
         if known is not None:
             self._drop(known)
-        refusal = self._why_not(message)
+        refusal = self.admission.why_not(message)
         if refusal is not None:
-            self._refuse(router, message, *refusal)
+            self.admission.refuse(router, message, *refusal)
             return
         self.arrivals += 1
         seq = Sequence.create(
             message, router, order=self.arrivals, block_size=self.state.block_size
         )
         if seq.finish is None:
-            refusal = self._take_in(seq, message.prefill)
+            refusal = self.admission.take_in(seq, message.prefill)
             if refusal is not None:
-                self._refuse(router, message, *refusal)
+                self.admission.refuse(router, message, *refusal)
                 return
         self.state.sequences[spec.request_id] = seq
         self.state.measure("prefix_cache_queries_total", seq.length)
@@ -213,71 +213,8 @@ class DecodeMachine:
         self.state.send(router, DecodeReserved(spec.request_id, epoch, seq.cached_tokens))
         if seq.finish is not None:
             # Only the word that it is complete was missing.
-            self._queue_run(seq, seq.forced)
-            self._finish(seq, now)
-
-    def _why_not(self, message: ReserveDecode) -> tuple[Reason, str] | None:
-        state, spec = self.state, message.spec
-        if self.draining:
-            return Reason.DRAINING, "this worker is draining"
-        if self.lease is not LeaseState.HELD:
-            return Reason.SUSPECT, "this worker cannot renew its lease"
-        if len(state.sequences) >= state.limits.reservations_max:
-            return Reason.QUEUE_FULL, "reservations_max sequences are here"
-        capacity = state.pool.total * state.block_size
-        if spec.prompt_tokens + spec.max_tokens > capacity:
-            return (
-                Reason.TOO_LONG,
-                f"prompt and answer need more than the arena's {capacity} tokens",
-            )
-        if spec.gateway not in state.peers:
-            return Reason.NO_LINK, f"no link to {spec.gateway} yet"
-        if message.prefill is not None and message.prefill not in self.handover.writers:
-            return Reason.NO_LINK, f"{message.prefill} has not mapped this arena yet"
-        return None
-
-    def _take_in(self, seq: Sequence, prefill: Peer | None) -> tuple[Reason, str] | None:
-        """Reserve its blocks and start its way: a ticket to ``prefill``, or local chunks."""
-        state, pool = self.state, self.state.pool
-        full = (seq.length - 1) // state.block_size
-        seq.extend_chains(state.root, full * state.block_size)
-        found = pool.match(seq.chains[:full])
-        pool.reference(found)
-        needed = seq.blocks_for(seq.length) - len(found)
-        growth = min(
-            seq.blocks_for(state.limits.growth_tokens),
-            seq.blocks_for(seq.spec.prompt_tokens + seq.spec.max_tokens) - needed - len(found),
-        )
-        crowded = any(other.blocks for other in state.sequences.values())
-        wanted = needed + (growth if crowded else 0)
-        if pool.available() < wanted or (crowded and self.scheduler.waiting()):
-            pool.release(found)
-            return Reason.NO_BLOCKS, f"{wanted} blocks wanted, {pool.available()} available"
-        seq.cached_tokens = seq.computed = len(found) * state.block_size
-        seq.sealed = len(found)
-        if prefill is None:
-            fresh = pool.grow(needed)
-            assert fresh is not None
-            seq.blocks = [*found, *fresh]
-            seq.stage = Stage.LOCAL
-            state.note("taken_in", seq, way="local", cached_tokens=seq.cached_tokens)
-            return None
-        fresh = pool.reserve(needed, epoch=seq.epoch, writer=prefill.incarnation)
-        assert fresh is not None
-        seq.blocks = [*found, *fresh]
-        self.handover.issue(seq, prefill, found, fresh)
-        return None
-
-    def _refuse(self, router: Peer, message: ReserveDecode, reason: Reason, text: str) -> None:
-        request_id = message.spec.request_id
-        self.state.note(
-            "work_refused",
-            request_id=request_id,
-            epoch=message.epoch,
-            reason=reason,
-            message=text,
-        )
-        self.state.send(router, WorkRefused(request_id, message.epoch, reason, text))
+            self.output.queue_run(seq, seq.forced)
+            self.output.finish(seq, now)
 
     # --- the hand-over ------------------------------------------------------------------------
 
@@ -338,9 +275,7 @@ class DecodeMachine:
         )
         self._advance(seq, RequestState.DECODING)
         self.commits[seq.key] = now
-        seq.running_since = now
-        self.state.measure("generation_tokens_total")
-        self._emit_token(seq, commit.first_id, commit.first_logprob, now)
+        self.output.emit_token(seq, commit.first_id, commit.first_logprob, now)
 
     # --- stepping -----------------------------------------------------------------------------
 
@@ -353,8 +288,6 @@ class DecodeMachine:
         kind = "mixed" if tokens > len(rows) else "decode"
         self.state.measure("engine_step_seconds", seconds, kind=kind)
         self.state.measure("engine_step_tokens", tokens, kind=kind)
-        self.state.measure("engine_step_rows", len(rows), kind=kind)
-        self.state.measure("generation_tokens_total", sum(one is not None for one in results))
         for (row, seq), sampled in zip(rows, results, strict=True):
             if self.state.sequences.get(row.request_id) is not seq:
                 continue  # dropped while the step ran: its blocks are released below
@@ -364,14 +297,12 @@ class DecodeMachine:
                 continue
             if seq.stage is Stage.LOCAL:
                 seq.stage = Stage.RUNNING
-                if seq.running_since is None:
-                    seq.running_since = now
                 if not seq.sent_first:
                     self._advance(seq, RequestState.DECODING)
             committed_at = self.commits.pop(seq.key, None)
             if committed_at is not None:
                 self.state.measure("first_decode_seconds", now - committed_at)
-            self._emit_token(seq, sampled.token_id, sampled.logprob, now)
+            self.output.emit_token(seq, sampled.token_id, sampled.logprob, now)
         self._release_dropped()
 
     def _step_failed(self, event: StepFailed) -> None:
@@ -385,47 +316,6 @@ class DecodeMachine:
                     seq, Reason.DECODE_ERROR, event.error, retryable=event.retryable
                 )
         self._release_dropped()
-
-    def _emit_token(
-        self, seq: Sequence, token_id: int, logprob: TokenLogprob | None, now: float
-    ) -> None:
-        """Append one sampled token, queue it for its gateway, and end the sequence if it must."""
-        seq.finish = finish_of(seq.spec.sampling, seq.spec.max_tokens, len(seq.output), token_id)
-        seq.append(token_id, logprob)
-        self._queue_run(seq, len(seq.output) - 1)
-        if seq.finish is not None:
-            self._finish(seq, now)
-
-    def _finish(self, seq: Sequence, now: float) -> None:
-        """Complete: without blocks from now on, and kept until its gateway has spoken."""
-        self.state.note("finished", seq, finish=seq.finish, tokens=len(seq.output))
-        if seq.running_since is not None:
-            self.state.measure("request_decode_seconds", now - seq.running_since)
-        seq.stage = Stage.FINISHED
-        seq.finished_at = now
-        self.state.pool.release(seq.blocks)
-        seq.blocks = []
-
-    def _queue_run(self, seq: Sequence, index: int) -> None:
-        """Queue output ids from ``index`` on for the sequence's gateway."""
-        start = max(index, seq.forced)
-        logprobs = tuple(seq.logprobs[start - seq.forced :]) if seq.logprobs else ()
-        run = TokenRun(
-            request_id=seq.spec.request_id,
-            epoch=seq.epoch,
-            index=start,
-            ids=tuple(seq.output[start:]),
-            logprobs=logprobs,
-            finish=seq.finish,
-            cached_tokens=seq.cached_tokens if start == 0 else 0,
-        )
-        seq.sent_first = True
-        self.state.runs.setdefault(seq.spec.gateway, []).append(run)
-
-    def _resend(self, peer: Peer, request_id: str, epoch: int, index: int) -> None:
-        seq = self.state.sequences.get(request_id)
-        if seq is not None and seq.epoch == epoch and seq.spec.gateway == peer and seq.sent_first:
-            self._queue_run(seq, index)
 
     # --- letting go ---------------------------------------------------------------------------
 
@@ -456,7 +346,7 @@ class DecodeMachine:
         self.state.pinned.clear()
 
     def _advance(self, seq: Sequence, target: RequestState) -> None:
-        if self.lease is LeaseState.HELD:
+        if self.state.lease is LeaseState.HELD:
             self.state.emit(
                 CallLedger(AdvanceRequest(seq.spec.request_id, seq.epoch, target, self.state.me))
             )
@@ -501,9 +391,9 @@ class DecodeMachine:
         )
 
     def _drain(self, now: float) -> None:
-        if self.draining:
+        if self.state.draining:
             return
-        self.draining = True
+        self.state.draining = True
         self.drain_due = now + self.state.limits.drain_ms / 1000
         self.beacon.forget()
         self.state.note("draining", sequences=len(self.state.sequences))
@@ -543,13 +433,11 @@ class DecodeMachine:
     def _after(self, now: float) -> None:
         """What every event ends with: next step, tokens out, status, exit when drained."""
         self.scheduler.start_step(now)
-        runs, self.state.runs = self.state.runs, {}
-        for gateway, items in runs.items():
-            self.state.send(gateway, TokenChunk(tuple(items)))
+        self.output.flush()
         self.state.flush_marks()
         self._report(now)
         idle = not self.state.sequences and not self.handover.tickets
-        if self.draining and idle and self.scheduler.step_since is None:
+        if self.state.draining and idle and self.scheduler.step_since is None:
             self._exit_drained()
 
     def _report(self, now: float) -> None:
@@ -572,7 +460,7 @@ class DecodeMachine:
             if seq.stage is Stage.LOCAL
         )
         return WorkerStatus(
-            accepting=not self.draining and self.lease is LeaseState.HELD,
+            accepting=not self.state.draining and self.state.lease is LeaseState.HELD,
             running=stages.count(Stage.RUNNING),
             waiting=stages.count(Stage.REMOTE) + stages.count(Stage.LOCAL),
             queued_tokens=queued,
@@ -593,7 +481,6 @@ class DecodeMachine:
         gauges["num_requests_running"] = stages.count(Stage.RUNNING)
         gauges["num_requests_waiting"] = stages.count(Stage.REMOTE) + stages.count(Stage.LOCAL)
         gauges["kv_cache_usage_perc"] = 1 - self.state.pool.available() / self.state.pool.total
-        gauges["arena_bytes"] = float(self.state.pool.total * self.state.block_bytes)
         return gauges
 
     def status(self) -> dict[str, object]:
@@ -601,8 +488,8 @@ class DecodeMachine:
         counts = self.state.pool.counts()
         stages = [seq.stage for seq in self.state.sequences.values()]
         return {
-            "lease": self.lease.value,
-            "draining": self.draining,
+            "lease": self.state.lease.value,
+            "draining": self.state.draining,
             "blocks": {state.name.lower(): n for state, n in counts.items()},
             "sequences": {stage.value: stages.count(stage) for stage in Stage},
             "tickets": len(self.handover.tickets),

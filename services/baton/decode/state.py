@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 from baton.core.blocks import BlockPool
 from baton.core.ids import Member, Peer
+from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.decode.io import MarkBlocks
 from baton.decode.sequence import Sequence, Stage
 from baton.ports.channel import BlockMark
 from baton.ports.driving import Measure, Note, Send
-from baton.wire.messages import AnyMessage, ArenaRef, RequestFailed, TokenRun, WorkFailed
+from baton.wire.messages import AnyMessage, ArenaRef, RequestFailed, WorkFailed
 
 
 @dataclass(slots=True)
@@ -32,8 +33,8 @@ class State:
     sequences: dict[str, Sequence] = field(default_factory=dict)
     peers: dict[Peer, Member] = field(default_factory=dict)
     commands: list[object] = field(default_factory=list)
-    runs: dict[Peer, list[TokenRun]] = field(default_factory=dict)
-    """Token runs to be sent at the end of this event, one message a gateway."""
+    lease: LeaseState = LeaseState.VACANT
+    draining: bool = False
     in_flight: dict[str, Sequence] = field(default_factory=dict)
     """Sequences in the step that runs now: their blocks are pinned by it."""
     pinned: list[Sequence] = field(default_factory=list)

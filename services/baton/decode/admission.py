@@ -1,0 +1,87 @@
+"""What a decode worker takes in, and how a request starts here.
+
+Decides by what a request needs now and by what it will grow to; the router's guess does not count.
+"""
+
+from __future__ import annotations
+
+from baton.core.ids import Peer
+from baton.core.lifecycles import LeaseState
+from baton.core.outcomes import Reason
+from baton.decode.handover import Handover
+from baton.decode.scheduler import Scheduler
+from baton.decode.sequence import Sequence, Stage
+from baton.decode.state import State
+from baton.wire.messages import ReserveDecode, WorkRefused
+
+
+class Admission:
+    """The door of one decode worker."""
+
+    def __init__(self, state: State, handover: Handover, scheduler: Scheduler) -> None:
+        self.state = state
+        self.handover = handover
+        self.scheduler = scheduler
+
+    def why_not(self, message: ReserveDecode) -> tuple[Reason, str] | None:
+        state, spec = self.state, message.spec
+        if self.state.draining:
+            return Reason.DRAINING, "this worker is draining"
+        if self.state.lease is not LeaseState.HELD:
+            return Reason.SUSPECT, "this worker cannot renew its lease"
+        if len(state.sequences) >= state.limits.reservations_max:
+            return Reason.QUEUE_FULL, "reservations_max sequences are here"
+        capacity = state.pool.total * state.block_size
+        if spec.prompt_tokens + spec.max_tokens > capacity:
+            return (
+                Reason.TOO_LONG,
+                f"prompt and answer need more than the arena's {capacity} tokens",
+            )
+        if spec.gateway not in state.peers:
+            return Reason.NO_LINK, f"no link to {spec.gateway} yet"
+        if message.prefill is not None and message.prefill not in self.handover.writers:
+            return Reason.NO_LINK, f"{message.prefill} has not mapped this arena yet"
+        return None
+
+    def take_in(self, seq: Sequence, prefill: Peer | None) -> tuple[Reason, str] | None:
+        """Reserve its blocks and start its way: a ticket to ``prefill``, or local chunks."""
+        state, pool = self.state, self.state.pool
+        full = (seq.length - 1) // state.block_size
+        seq.extend_chains(state.root, full * state.block_size)
+        found = pool.match(seq.chains[:full])
+        pool.reference(found)
+        needed = seq.blocks_for(seq.length) - len(found)
+        growth = min(
+            seq.blocks_for(state.limits.growth_tokens),
+            seq.blocks_for(seq.spec.prompt_tokens + seq.spec.max_tokens) - needed - len(found),
+        )
+        crowded = any(other.blocks for other in state.sequences.values())
+        wanted = needed + (growth if crowded else 0)
+        if pool.available() < wanted or (crowded and self.scheduler.waiting()):
+            pool.release(found)
+            return Reason.NO_BLOCKS, f"{wanted} blocks wanted, {pool.available()} available"
+        seq.cached_tokens = seq.computed = len(found) * state.block_size
+        seq.sealed = len(found)
+        if prefill is None:
+            fresh = pool.grow(needed)
+            assert fresh is not None
+            seq.blocks = [*found, *fresh]
+            seq.stage = Stage.LOCAL
+            state.note("taken_in", seq, way="local", cached_tokens=seq.cached_tokens)
+            return None
+        fresh = pool.reserve(needed, epoch=seq.epoch, writer=prefill.incarnation)
+        assert fresh is not None
+        seq.blocks = [*found, *fresh]
+        self.handover.issue(seq, prefill, found, fresh)
+        return None
+
+    def refuse(self, router: Peer, message: ReserveDecode, reason: Reason, text: str) -> None:
+        request_id = message.spec.request_id
+        self.state.note(
+            "work_refused",
+            request_id=request_id,
+            epoch=message.epoch,
+            reason=reason,
+            message=text,
+        )
+        self.state.send(router, WorkRefused(request_id, message.epoch, reason, text))
