@@ -158,6 +158,27 @@ def test_conversation_and_settings_are_sent(browser: Browser, cluster: GatewayCl
     assert spec.max_tokens == 300
 
 
+def test_a_new_chat_forgets_the_answer_under_way(browser: Browser, cluster: GatewayCluster) -> None:
+    """Its first question goes out alone, also if the last chat's answer was still streaming."""
+    cluster.script = Script(ids=tuple(b"on and on "), endless=True, step_s=0.01)
+
+    async def story(page: Page) -> None:
+        await ask(page, "Talk")
+        await page.until(LAST, lambda text: len(text) > 5)
+        await page.click("#clear")
+        await page.until("document.querySelector('#stop').hidden")
+        cluster.script = Script(ids=tuple(b"Hello."))
+        await ask(page, "Fresh?")
+        assert "tokens" in await page.until(FACTS)
+        assert await page.value("document.querySelectorAll('.turn').length") == 2
+
+    assert use(browser, cluster, story) == []
+    spec = list(cluster.works.values())[-1].spec
+    prompt = bytes(i for i in memoryview(spec.prompt).cast("I") if i < 256)
+    assert b"user\nFresh?" in prompt
+    assert b"on and on" not in prompt
+
+
 def test_errors_are_told(browser: Browser, cluster: GatewayCluster) -> None:
     """A refusal, a cut stream and an unreachable server each say so; the question is kept."""
 

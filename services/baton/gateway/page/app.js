@@ -7,6 +7,7 @@ const messages = [];
 let model = "";
 let ready = false;
 let running = null; // AbortController of the answer under way
+let chat = 0; // grows with every new chat: an answer of an earlier one is not kept
 
 // --- settings, kept in this browser -------------------------------------------------------------
 
@@ -184,6 +185,7 @@ async function ask(text) {
   running = new AbortController();
   update();
   let content = "", complete = false, problem = "";
+  const own = chat;
   try {
     const answer = await fetch("v1/chat/completions", {
       method: "POST",
@@ -216,6 +218,7 @@ async function ask(text) {
     else problem = run.chunks ? "The connection was cut before the answer was complete" : "The server cannot be reached";
   }
   running = null;
+  if (own !== chat) { update(); return; } // its turns and messages are gone already
   turn.className = "turn assistant";
   showFacts(turn, run, problem);
   if (content) messages.push({ role: "assistant", content });
@@ -264,6 +267,7 @@ document.addEventListener("keydown", (event) => {
   else if (!settings.hidden) toggleSettings(false);
 });
 $("clear").addEventListener("click", () => {
+  chat += 1;
   running?.abort();
   messages.length = 0;
   for (const turn of log.querySelectorAll(".turn")) turn.remove();
