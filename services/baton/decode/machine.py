@@ -2,8 +2,8 @@
 
 Decides per request on this worker; placement is the router's, the client's end the gateway's. What
 is taken in is decided in ``admission.py``, the hand-over in ``handover.py``, batching and memory in
-``scheduler.py``, what gateways are sent in ``output.py``; here is who calls whom when. Every message
-names its epoch; what is older than the sequence's own is dropped.
+``scheduler.py``, what gateways are sent in ``output.py``; here is who calls whom when. Every
+message names its epoch; what is older than the sequence's own is dropped.
 """
 
 from __future__ import annotations
@@ -275,6 +275,8 @@ class DecodeMachine:
         )
         self._advance(seq, RequestState.DECODING)
         self.commits[seq.key] = now
+        seq.running_since = now
+        self.state.measure("generation_tokens_total")
         self.output.emit_token(seq, commit.first_id, commit.first_logprob, now)
 
     # --- stepping -----------------------------------------------------------------------------
@@ -288,6 +290,8 @@ class DecodeMachine:
         kind = "mixed" if tokens > len(rows) else "decode"
         self.state.measure("engine_step_seconds", seconds, kind=kind)
         self.state.measure("engine_step_tokens", tokens, kind=kind)
+        self.state.measure("engine_step_rows", len(rows), kind=kind)
+        self.state.measure("generation_tokens_total", sum(one is not None for one in results))
         for (row, seq), sampled in zip(rows, results, strict=True):
             if self.state.sequences.get(row.request_id) is not seq:
                 continue  # dropped while the step ran: its blocks are released below
@@ -297,6 +301,8 @@ class DecodeMachine:
                 continue
             if seq.stage is Stage.LOCAL:
                 seq.stage = Stage.RUNNING
+                if seq.running_since is None:
+                    seq.running_since = now
                 if not seq.sent_first:
                     self._advance(seq, RequestState.DECODING)
             committed_at = self.commits.pop(seq.key, None)
@@ -481,6 +487,7 @@ class DecodeMachine:
         gauges["num_requests_running"] = stages.count(Stage.RUNNING)
         gauges["num_requests_waiting"] = stages.count(Stage.REMOTE) + stages.count(Stage.LOCAL)
         gauges["kv_cache_usage_perc"] = 1 - self.state.pool.available() / self.state.pool.total
+        gauges["arena_bytes"] = float(self.state.pool.total * self.state.block_bytes)
         return gauges
 
     def status(self) -> dict[str, object]:

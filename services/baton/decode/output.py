@@ -33,6 +33,8 @@ class Output:
     def finish(self, seq: Sequence, now: float) -> None:
         """Complete: without blocks from now on, and kept until its gateway has spoken."""
         self.state.note("finished", seq, finish=seq.finish, tokens=len(seq.output))
+        if seq.running_since is not None:
+            self.state.measure("request_decode_seconds", now - seq.running_since)
         seq.stage = Stage.FINISHED
         seq.finished_at = now
         self.state.pool.release(seq.blocks)

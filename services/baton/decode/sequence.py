@@ -65,6 +65,8 @@ class Sequence:
     """One for each id of ``output[forced:]`` if the request wants them."""
     finish: FinishReason | None = None
     """Why it is complete; set at creation if the forced ids are the whole answer."""
+    running_since: float | None = None
+    """When its prompt was complete here, for the first time."""
     finished_at: float = 0.0
     sent_first: bool = False
 
