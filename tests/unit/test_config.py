@@ -77,6 +77,8 @@ def test_wrong_file_is_named(tmp_path: Path, text: str, words: list[str]) -> Non
     [
         ("BATON_GATEWAY_PROT", "1", ["no such setting", "BATON_GATEWAY_PORT"]),
         ("BATON_GATWAY_PORT", "1", ["no such setting", "BATON_GATEWAY_PORT"]),
+        ("BATON_PORT", "8001", ["no such setting", "BATON_GATEWAY_PORT"]),
+        ("BATON_MODEL", "x", ["no such setting", "BATON_MODEL_PATH"]),
         ("BATON_GATEWAY_PORT", "eight", ['= "eight"', "a whole number from 0 to 65535"]),
         ("BATON_GATEWAY_PORT", "tcp://10.0.0.1:80", ["enableServiceLinks"]),
         ("BATON_MODEL_DTYPE", "int4", ["one of", "bfloat16"]),
@@ -94,6 +96,9 @@ def test_wrong_variable_is_named(variable: str, value: str, words: list[str]) ->
 def test_foreign_variables_are_left_alone() -> None:
     """Variables that resemble no setting are somebody else's."""
     assert load(None, {"BATON_CHECK": "1", "BATON_ORCHESTRA": "x"}) == load(None, {})
+    # Kubernetes sets these for a service called baton.
+    links = {"BATON_PORT": "tcp://10.0.0.1:80", "BATON_SERVICE_HOST": "10.0.0.1"}
+    assert load(None, links) == load(None, {})
 
 
 def test_missing_file(tmp_path: Path) -> None:
@@ -140,7 +145,7 @@ def test_worker_ids() -> None:
     assert Role.PREFILL not in {role for role, _ in worker_ids(together)}
 
 
-def test_run_dir_is_private_and_its_own(tmp_path: Path) -> None:
+def test_run_dir_is_private_and_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each configuration file has a run directory of its own, with mode 0700."""
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     tmp_path.chmod(0o700)
@@ -152,6 +157,9 @@ def test_run_dir_is_private_and_its_own(tmp_path: Path) -> None:
     assert made.stat().st_mode & 0o777 == 0o700
     assert run_dir(first, environ) == made
     assert run_dir_path(second, environ) != made
+    monkeypatch.chdir(tmp_path)
+    # A baton.toml that is written later names the place where the cluster runs already.
+    assert run_dir_path(load(None, {}), environ) == made
     assert endpoint(made, "decode-0") == f"ipc://{made}/decode-0.sock"
     assert ledger_url(first, made) == f"unix://{made}/ledger.sock"
 

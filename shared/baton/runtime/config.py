@@ -35,6 +35,7 @@ from baton.runtime.settings import (
 )
 
 __all__ = [
+    "DEFAULT_FILE",
     "ArenaConfig",
     "ClusterConfig",
     "Config",
@@ -53,6 +54,8 @@ __all__ = [
     "worker_ids",
 ]
 
+#: Read if it is in the current directory and nothing else is named.
+DEFAULT_FILE = "baton.toml"
 #: Variables that start with ``BATON_`` and are not settings.
 OTHER_VARIABLES = frozenset({"BATON_CONFIG", "BATON_CHECK", "BATON_ORPHAN"})
 #: Limits for which nothing at all is a sensible bound.
@@ -71,7 +74,7 @@ def config_path(explicit: Path | None, environ: Mapping[str, str]) -> Path | Non
         return explicit
     if environ.get("BATON_CONFIG"):
         return Path(environ["BATON_CONFIG"])
-    here = Path("baton.toml")
+    here = Path(DEFAULT_FILE)
     return here if here.is_file() else None
 
 
@@ -173,6 +176,20 @@ def _take_environment(environ: Mapping[str, str], given: dict[str, dict[str, Ori
                 f"environment variable {variable}: no such setting{_known(variable, known)}"
                 f"{_service_link(variable, environ[variable])}"
             )
+        elif (meant := _without_section(variable, known)) and not _service_link(
+            variable, environ[variable]
+        ):
+            raise ConfigError(
+                f"environment variable {variable}: no such setting; did you mean "
+                f"{' or '.join(meant)}?"
+            )
+
+
+def _without_section(variable: str, known: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Return the settings meant by ``BATON_PORT`` (a key) or ``BATON_MODEL`` (a section)."""
+    word = variable.removeprefix("BATON_").lower()
+    keys = [name for name, (_, key) in known.items() if key == word]
+    return keys or [name for name, (section, _) in known.items() if section == word]
 
 
 def _service_link(variable: str, value: str) -> str:

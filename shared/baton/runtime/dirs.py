@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from baton.runtime.config import ConfigError, worker_ids
+from baton.runtime.config import DEFAULT_FILE, ConfigError, worker_ids
 from baton.runtime.settings import Config
 
 #: A Unix socket's name ends at 107 bytes; supervisor binds ``<path>.<pid>`` first, up to 8 more.
@@ -25,7 +25,8 @@ SUPERVISOR_SOCKET = "supervisor.sock"
 def run_dir_path(config: Config, environ: Mapping[str, str] = os.environ) -> Path:
     """Return where the run directory is, without touching the disk beyond looking.
 
-    Two checkouts side by side, or two configuration files, get two directories.
+    Two checkouts side by side, or two configuration files, get two directories. A ``baton.toml``
+    stands for its folder: who writes one while a cluster runs there must still find the cluster.
 
     Raises:
         ConfigError: a socket in it would have too long a name.
@@ -35,6 +36,8 @@ def run_dir_path(config: Config, environ: Mapping[str, str] = os.environ) -> Pat
         _check_length(config, path)
         return path
     anchor = config.path or Path.cwd()
+    if config.path is not None and config.path.name == DEFAULT_FILE:
+        anchor = config.path.parent
     digest = hashlib.sha256(f"{anchor.resolve()}\0{config.cluster.name}".encode()).hexdigest()[:8]
     runtime = Path(environ.get("XDG_RUNTIME_DIR", ""))
     path = runtime / f"baton-{digest}"
