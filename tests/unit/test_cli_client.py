@@ -109,3 +109,13 @@ def test_nobody_there_is_not_ready() -> None:
     ready, words = GatewayClient("http://127.0.0.1:9").health()
     assert not ready
     assert "not answer" in words
+
+
+def test_health_is_told_in_the_gateways_words(server: http.server.HTTPServer) -> None:
+    """Of a JSON body only the message; of another body what it says."""
+    client = GatewayClient(f"http://127.0.0.1:{server.server_port}")
+    _Handler.status = 503
+    _Handler.body = '{"status":"unavailable","reason":"no_router","message":"no router here"}'
+    assert client.health() == (False, "no router here")
+    _Handler.body = "bad gateway"
+    assert client.health() == (False, "bad gateway")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,58 @@ def test_a_wrong_setting_is_one_line_and_exit_code_78(
     assert error.count("\n") == 1
     assert "BATON_CLUSTER_MODE" in error
     assert "split" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [(["up", "--decode", "0"], "--decode"), (["up", "--prefill", "0"], "--prefill")],
+)
+def test_a_wrong_option_is_named_as_it_was_typed(
+    arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error names the option, not the variable that it stands for."""
+    assert main(arguments) == 78
+    error = capsys.readouterr().err
+    assert option in error
+    assert "BATON_" not in error
+
+
+def test_nothing_changed_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`baton config show --changed` without a setting says so and draws no empty table."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("BATON_")]:
+        monkeypatch.delenv(name)
+    assert main(["config", "show", "--changed"]) == 0
+    assert capsys.readouterr().out.startswith("every setting has its default")
+
+
+def test_a_missing_log_is_told_with_those_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No logs at all, and no log of that name, are two things."""
+    run_dir = tmp_path / "r"
+    monkeypatch.setenv("BATON_CLUSTER_RUN_DIR", str(run_dir))
+    assert main(["logs"]) == 1
+    assert "no cluster has run here" in capsys.readouterr().err
+    (run_dir / "logs").mkdir(parents=True, mode=0o700)
+    run_dir.chmod(0o700)
+    (run_dir / "logs" / "decode-0.log").write_text("one\ntwo\n")
+    assert main(["logs", "decode"]) == 1
+    assert "there are decode-0" in capsys.readouterr().err
+    assert main(["logs", "decode-0", "-n", "1"]) == 0
+    assert capsys.readouterr().out == "two\n"
+
+
+def test_a_missing_model_folder_is_told_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and exit code 78; nothing claims to prepare it."""
+    assert main(["model", "prepare", str(tmp_path / "none")]) == 78
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "does not exist" in shown.err
 
 
 def test_config_show_says_where_each_value_came_from(
@@ -82,10 +135,12 @@ def test_commands_that_need_a_cluster_say_how_to_start_one(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a cluster: exit code 1 and one line that names `baton up`."""
+    """Without a cluster: exit code 1 and one line that names `make up` and `baton up`."""
     monkeypatch.setenv("BATON_CLUSTER_RUN_DIR", str(tmp_path / "r"))
     assert main(command) == 1
-    assert "baton up" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "make up" in error
+    assert "baton up" in error
 
 
 def test_down_without_a_cluster_is_fine(

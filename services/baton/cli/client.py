@@ -65,7 +65,7 @@ class GatewayClient:
             status, body = self._get("/health", timeout=2.0)
         except (OSError, http.client.HTTPException) as error:
             return False, f"gateway does not answer yet ({error})"
-        return status == http.client.OK, body.decode(errors="replace")[:500]
+        return status == http.client.OK, _health_words(body)
 
     def models(self) -> list[str]:
         """Return the names of the served models."""
@@ -156,6 +156,13 @@ def _read_stream(response: http.client.HTTPResponse, started: float) -> Pieces:
     raise CommandError("the stream ended without its end mark: the gateway went away")
 
 
+def _health_words(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:500]
+
+
 def _error_text(status: int, body: bytes) -> str:
     try:
         return f"{json.loads(body)['error']['message']} (HTTP {status})"
@@ -171,4 +178,6 @@ def reach(url: str) -> str:
 
 def no_cluster() -> CommandError:
     """Return the error of every command that needs a running cluster."""
-    return CommandError("no cluster runs here; start one with `baton up`", ExitCode.FAILED)
+    return CommandError(
+        "no cluster runs here; start one with `make up` or `baton up`", ExitCode.FAILED
+    )

@@ -95,7 +95,10 @@ class Cluster:
         run_dir(self.config, self._environ)
         with self._locked():
             if self.running() is not None:
-                raise CommandError("a cluster already runs here; see `baton status`")
+                raise CommandError(
+                    "a cluster already runs here; look at it with `make status` or `baton status`, "
+                    "stop it with `make down` or `baton down`"
+                )
             plan_cores(self.config)
             self._reclaim()
             self._check_port()
@@ -205,7 +208,7 @@ class Cluster:
                 raise CommandError(f"supervisor ended: {self.last_words('supervisord.out')}")
             states = self._states(asked)
             self._check_refusals(states)
-            line = ", ".join(f"{name} {state.lower()}" for name, (state, _) in states.items())
+            line = progress(states, words)
             if line and line != told:
                 self._tell(line)
                 told = line
@@ -332,6 +335,14 @@ class Cluster:
             yield
         finally:
             os.close(directory)
+
+
+def progress(states: Mapping[str, tuple[str, int]], words: str) -> str:
+    """Return what a start waits for: processes first, then what the gateway still misses."""
+    if states and all(state == "RUNNING" for state, _ in states.values()):
+        # Workers load the model for some seconds: nobody is to wait without knowing for whom.
+        return f"waiting: {words.partition(' (')[0]}"
+    return ", ".join(f"{name} {state.lower()}" for name, (state, _) in states.items())
 
 
 def baton_version() -> str:

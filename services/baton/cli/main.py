@@ -18,6 +18,8 @@ from baton.runtime.settings import Config
 
 Command = Callable[[Config, argparse.Namespace], int]
 
+_CONFIG_HELP = "settings (TOML) instead of ./baton.toml"
+
 _TEACHING = """\
 a first session:
   baton up                  start a cluster in the background
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command: Command = options.command
         return command(config, options)
     except ConfigError as error:
-        warn(f"baton: {error}")
+        warn(f"baton: {_as_typed(str(error), options)}")
         return ExitCode.CONFIG
     except CommandError as error:
         warn(f"baton: {error}")
@@ -64,6 +66,15 @@ def _settings(options: argparse.Namespace) -> Config:
     return load(config_path(options.config, environ), environ)
 
 
+def _as_typed(text: str, options: argparse.Namespace) -> str:
+    """Name the option where the user gave one, not the variable it stands for."""
+    for name, variable in _OVERRIDES.items():
+        if getattr(options, name, None) is not None:
+            text = text.replace(f"environment variable {variable}", f"--{name}")
+            text = text.replace(f"env:{variable}", f"--{name}")
+    return text
+
+
 _OVERRIDES = {
     "mode": "BATON_CLUSTER_MODE",
     "prefill": "BATON_CLUSTER_PREFILL",
@@ -80,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_TEACHING,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings (TOML)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serving(commands)
     _add_asking(commands)
@@ -96,16 +107,18 @@ def _add(commands, name: str, run: Command, text: str, more: str = "") -> argpar
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     # Also after the command: that is where people put it.
-    added.add_argument("--config", type=Path, metavar="FILE", default=argparse.SUPPRESS)
+    added.add_argument(
+        "--config", type=Path, metavar="FILE", default=argparse.SUPPRESS, help=_CONFIG_HELP
+    )
     added.set_defaults(command=run)
     return added
 
 
 def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=("split", "colocated"), help="[cluster] mode")
+    parser.add_argument("--mode", choices=("split", "colocated"), help="who computes prompts")
     parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill processes")
     parser.add_argument("--decode", type=int, metavar="N", help="number of decode processes")
-    parser.add_argument("--model", metavar="MODEL", help="name, directory or hub name")
+    parser.add_argument("--model", metavar="MODEL", help="name, folder or Hugging Face name")
     parser.add_argument("--port", type=int, metavar="PORT", help="TCP port of the gateway")
     parser.add_argument(
         "--wait", type=float, default=180.0, metavar="S", help="most seconds until ready (180)"
@@ -133,8 +146,16 @@ def _add_asking(commands) -> None:  # type: ignore[no-untyped-def]
     status.add_argument("--json", action="store_true", help="for machines")
     chat = _add(commands, "chat", _chat, "talk to the running cluster", _CHAT)
     chat.add_argument("--system", metavar="TEXT", help="system message")
-    chat.add_argument("--max-tokens", type=int, default=512, metavar="N")
-    chat.add_argument("--temperature", type=float, default=0.7, metavar="T")
+    chat.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="most tokens of an answer (512)"
+    )
+    chat.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="T",
+        help="0 to 2; 0: always the same (0.7)",
+    )
     logs = _add(commands, "logs", _logs, "print the newest lines of the logs")
     logs.add_argument("worker", nargs="?", help="decode-0, ledger, supervisord, ... (default: all)")
     logs.add_argument("-n", type=int, default=20, metavar="LINES", help="lines of each (20)")
@@ -142,12 +163,16 @@ def _add_asking(commands) -> None:  # type: ignore[no-untyped-def]
         title="commands", required=True, metavar="COMMAND"
     )
     prepare = _add(model, "prepare", _prepare, "fetch, convert and prove a model, once", _PREPARE)
-    prepare.add_argument("name", nargs="?", help="name, directory or hub name (the configured one)")
+    prepare.add_argument(
+        "name", nargs="?", help="name, folder or Hugging Face name (default: the configured one)"
+    )
     show = commands.add_parser("config", help="look at the settings").add_subparsers(
         title="commands", required=True, metavar="COMMAND"
     )
     shown = _add(show, "show", _config_show, "every setting, its value and where it came from")
-    shown.add_argument("--changed", action="store_true", help="only those that are not defaults")
+    shown.add_argument(
+        "--changed", action="store_true", help="only those that the file or the environment sets"
+    )
     shown.add_argument("--json", action="store_true", help="for machines")
     _add(commands, "version", _version, "print the version")
 
@@ -156,7 +181,7 @@ _UP = """\
 examples:
   baton up --mode colocated               the same work without separate prefill processes
   baton up --decode 2 --port 8001
-A cluster that already runs here is left alone (exit code 0).
+A cluster that already runs here is left alone, with its settings (exit code 0).
 """
 _CHAT = """\
 Ctrl-C cancels the answer, not the program. /reset forgets the conversation, /exit ends.

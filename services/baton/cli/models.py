@@ -18,7 +18,7 @@ from pathlib import Path
 from baton.cli.terminal import CommandError, ExitCode, say
 from baton.engine.info import read_info
 from baton.engine.prepared import find_prepared
-from baton.engine.sources import DEFAULT_MODEL
+from baton.engine.sources import DEFAULT_MODEL, names_folder
 from baton.runtime.dirs import cache_dir
 from baton.runtime.settings import Config
 
@@ -48,6 +48,8 @@ def ensure_prepared(source: str, cache: Path) -> Path:
     found = find_prepared(source, cache)
     if found is not None:
         return found
+    if names_folder(source) and not Path(source).expanduser().is_dir():
+        raise CommandError(f"model folder {source} does not exist", ExitCode.CONFIG)
     if source.lower() == DEFAULT_MODEL:
         fetch_default(cache)
     say(f"preparing {source}: converted and proven once, then kept in {cache}")

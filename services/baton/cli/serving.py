@@ -20,7 +20,10 @@ def up(config: Config, wait_s: float) -> int:
     cluster = Cluster(config, os.environ, say)
     found = cluster.running()
     if found is not None:
-        say(f"already running since an earlier `baton up` (supervisor pid {found.supervisor_pid})")
+        say(
+            f"already running, with the settings of its start (supervisor pid "
+            f"{found.supervisor_pid}); `down` and `up` again to change them"
+        )
         say_addresses(found)
         return ExitCode.OK
     found = cluster.start(in_foreground=False)
@@ -71,9 +74,13 @@ def down(config: Config, *, now: bool) -> int:
 def logs(config: Config, worker: str | None, lines: int) -> int:
     """Print the newest lines of one log or of all."""
     folder = Cluster(config, os.environ, say).run_dir / "logs"
-    paths = sorted(folder.glob(f"{worker or '*'}.log"))
+    every = sorted(folder.glob("*.log"))
+    if not every:
+        raise CommandError(f"no logs in {folder}: no cluster has run here")
+    paths = [path for path in every if worker in (None, path.stem)]
     if not paths:
-        raise CommandError(f"no log {worker or ''} in {folder}")
+        names = ", ".join(path.stem for path in every)
+        raise CommandError(f"no log of {worker}; there are {names}")
     for path in paths:
         if len(paths) > 1:
             say(f"==> {path} <==")

@@ -17,6 +17,9 @@ def config_show(config: Config, *, changed: bool, as_json: bool) -> int:
     if as_json:
         say(json.dumps([{"key": r.key, "value": r.value, "source": r.source} for r in found]))
         return ExitCode.OK
+    if not found:
+        say("every setting has its default; see `baton config show`")
+        return ExitCode.OK
     table(
         f"settings from {config.path or 'no file'}",
         ("setting", "value", "from"),

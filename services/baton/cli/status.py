@@ -20,6 +20,7 @@ from baton.cli.record import ClusterRecord
 from baton.cli.reports import LedgerSilent, Registered, ask, read_members
 from baton.cli.supervisor import LEDGER, SETTINGS_NAME, Supervisor
 from baton.cli.terminal import ExitCode, say, table, warn
+from baton.engine.info import ModelNotPrepared, read_info
 from baton.runtime.config import load
 from baton.runtime.dirs import ledger_url
 from baton.runtime.settings import Config
@@ -56,10 +57,20 @@ def gather(cluster: Cluster, found: ClusterRecord, config: Config) -> dict[str, 
     return {
         "ready": ready,
         "trouble": trouble,
+        "model": _served_name(found, config),
         "cluster": msgspec.to_builtins(found),
         "run_dir": str(cluster.run_dir),
         "processes": _merge(_supervised(cluster), registered, reports),
     }
+
+
+def _served_name(found: ClusterRecord, config: Config) -> str:
+    """Return the name that clients use; the prepared folder's has a digest at its end."""
+    folder = Path(found.model)
+    try:
+        return config.model.name or read_info(folder).name
+    except (OSError, ModelNotPrepared):
+        return folder.name
 
 
 def _supervised(cluster: Cluster) -> dict[str, dict[str, Any]]:
@@ -109,7 +120,7 @@ def _merge(
 def show(picture: Mapping[str, Any], found: ClusterRecord) -> None:
     """Draw the table."""
     table(
-        f"{found.name} at {reach(found.url)}: {found.mode}, {Path(found.model).name}, "
+        f"{found.name} at {reach(found.url)}: {found.mode}, {picture['model']}, "
         + ("ready" if picture["ready"] else "NOT ready"),
         COLUMNS,
         [_line(row) for row in picture["processes"]],
@@ -131,8 +142,14 @@ def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
         row.get("lease_ms", "-"),
         report.get("step", "-"),
         blocks(report),
-        row.get("silent") or work(report),
+        row.get("silent") or _work_of(row, report),
     )
+
+
+def _work_of(row: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    if row["state"] == "running" and "lease_ms" not in row and row["role"] != LEDGER:
+        return "starting"  # it is up, and loads or waits for the ledger; nobody knows it yet
+    return work(report)
 
 
 def blocks(report: Mapping[str, Any]) -> str:

@@ -49,9 +49,14 @@ def find_source(source: str, cache_dir: Path, gguf_path: Path | None = None) -> 
     folder = Path(source).expanduser()
     if folder.is_dir():
         return _from_folder(_slug(folder.resolve().name), folder)
-    if folder.is_absolute() or source.startswith((".", "~")):
+    if names_folder(source):
         raise ModelUnavailable(f"model folder {source} does not exist")
     return _from_folder(_slug(source), _download(source))
+
+
+def names_folder(source: str) -> bool:
+    """Whether ``source`` can only be a folder, never a name on the hub."""
+    return Path(source).is_absolute() or source.startswith((".", "~"))
 
 
 def _default_gguf(cache_dir: Path, gguf_path: Path | None) -> Path:

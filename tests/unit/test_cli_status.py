@@ -1,0 +1,55 @@
+"""What a person reads of a cluster that starts: what is waited for, and who is not there yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.cli.cluster import progress
+from baton.cli.record import ClusterRecord
+from baton.cli.status import show
+
+RECORD = ClusterRecord(
+    name="baton-x",
+    mode="split",
+    model="/cache/models/tiny-0123456789ab",
+    url="http://127.0.0.1:8000",
+    arena_dir="/dev/shm",
+    supervisor_pid=1,
+    supervisor_started=1,
+    boot_id="b",
+    baton_version="0",
+    settings_source="",
+)
+
+
+def test_a_start_tells_processes_first_and_then_what_the_gateway_misses() -> None:
+    """While a process starts its state is told; once all run, the gateway's own words."""
+    words = "gateway does not answer yet ([Errno 111] Connection refused)"
+    assert progress({}, words) == ""
+    states = {"decode-0": ("RUNNING", 0), "gateway-0": ("STARTING", 0)}
+    assert progress(states, words) == "decode-0 running, gateway-0 starting"
+    states["gateway-0"] = ("RUNNING", 0)
+    assert progress(states, words) == "waiting: gateway does not answer yet"
+    assert progress(states, "no decode worker is connected").endswith(
+        "no decode worker is connected"
+    )
+
+
+def test_a_process_without_a_lease_is_starting(capsys: pytest.CaptureFixture[str]) -> None:
+    """It runs, and nobody knows it yet; the ledger never has a lease. The model has the name
+    that clients use."""
+    processes: list[dict[str, Any]] = [
+        {"process": "decode-0", "role": "decode", "state": "running", "pid": 7},
+        {"process": "ledger", "role": "ledger", "state": "running", "pid": 8},
+        {"process": "prefill-0", "role": "prefill", "state": "exited", "exit_code": 1},
+    ]
+    picture = {"ready": False, "trouble": [], "model": "tiny", "processes": processes}
+    show(picture, RECORD)
+    title, _, *lines = capsys.readouterr().out.splitlines()
+    assert title == "baton-x at http://127.0.0.1:8000: split, tiny, NOT ready"
+    rows = {line.split()[0]: line.split() for line in lines}
+    assert rows["decode-0"][-1] == "starting"
+    assert rows["ledger"][-1] == "-"
+    assert rows["prefill-0"][1:3] == ["exited", "1"]
