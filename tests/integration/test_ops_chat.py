@@ -36,3 +36,10 @@ def test_ctrl_c_cancels_the_answer_and_leaves_the_program() -> None:
         finally:
             os.close(terminal)
         assert cluster.down().returncode == 0
+
+
+def test_chat_takes_the_key_that_the_cluster_was_started_with() -> None:
+    """The settings of the start count, whatever the terminal of the chat has."""
+    with ops_cluster() as cluster:
+        cluster.up(BATON_GATEWAY_API_KEYS="only-at-the-start")
+        assert "tokens" in cluster.ask()

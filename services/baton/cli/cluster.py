@@ -29,7 +29,7 @@ from baton.cli.supervisor import Supervisor
 from baton.cli.terminal import CommandError, ExitCode
 from baton.core.ids import Role
 from baton.ledger.embedded import LedgerBinaryMissing, SocketPathTooLong
-from baton.runtime.config import worker_ids
+from baton.runtime.config import load, worker_ids
 from baton.runtime.cores import plan_cores
 from baton.runtime.dirs import cache_dir, run_dir, run_dir_path
 from baton.runtime.settings import Config
@@ -78,8 +78,25 @@ class Cluster:
 
     def client(self, found: ClusterRecord) -> GatewayClient:
         """Return a client for the cluster's gateway, with a key if it wants one."""
-        keys = self.config.gateway.api_keys
+        keys = self.started_with().gateway.api_keys
         return GatewayClient(found.url, keys[0] if keys else "")
+
+    def started_with(self) -> Config:
+        """Return the settings of the cluster's start: they count, not what is said now."""
+        return load(self.run_dir / supervisor.SETTINGS_NAME, {})
+
+    def drain_words(self) -> str:
+        """Return how long a stop may take, in words: nobody waits without knowing why."""
+        seconds = self.config.limits.drain_ms / 1000
+        return f"requests that run may end within {seconds:g} s"
+
+    def pids(self) -> dict[str, int]:
+        """Return the process id of every program that runs; empty if supervisor is silent."""
+        try:
+            found = Supervisor(self.run_dir).processes()
+        except OSError:
+            return {}
+        return {str(info["name"]): int(info["pid"]) for info in found if info["pid"]}
 
     # --- start ----------------------------------------------------------------------------------
 

@@ -11,12 +11,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
 from baton.cli.client import Answer, Delta
 from baton.cli.cluster import Cluster, Patience
+from baton.cli.leftovers import LOGS
 from baton.cli.pdeath import end_with_parent
 from baton.cli.record import ClusterRecord
 from baton.cli.serving import give_up, say_addresses
@@ -74,7 +75,8 @@ def run(
         except BaseException:
             give_up(cluster)
             raise
-        say("\nstopping ..." + ("" if oneshot else " (again Ctrl-C: at once)"))
+        again = "" if oneshot else "; again Ctrl-C: at once"
+        say(f"\nstopping ({cluster.drain_words()}{again})")
         left = cluster.stop(patience)
     if left:
         raise CommandError("stopped, but left behind: " + "; ".join(left))
@@ -97,9 +99,26 @@ def _serve(
     say()
     say_addresses(found)
     say("ready; Ctrl-C stops everything")
+    pids = cluster.pids()
     while not stop.wait(1.0):
         if not found.supervisor.is_alive():
-            raise CommandError(f"supervisor ended: {cluster.last_words('supervisord.log')}")
+            raise CommandError(
+                f"supervisor (pid {found.supervisor_pid}) was killed, and everything with it; "
+                "start again"
+            )
+        now = cluster.pids()
+        for line in restarts(pids, now):
+            say(f"{line}; logs: {cluster.run_dir / LOGS}")
+        pids |= now
+
+
+def restarts(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """Return, in words, which processes are others than before."""
+    return [
+        f"{name} (pid {before[name]}) ended and was started again (pid {pid})"
+        for name, pid in now.items()
+        if before.get(name, pid) != pid
+    ]
 
 
 def _ask(cluster: Cluster, found: ClusterRecord, prompt: str) -> None:

@@ -63,6 +63,8 @@ def down(config: Config, *, now: bool) -> int:
     patience = Patience()
     if now:
         patience.limit(_NOW_S)
+    elif ran:
+        say(f"stopping ({cluster.drain_words()}; `baton down --now`: at once)")
     left = cluster.stop(patience)
     if left:
         raise CommandError("stopped, but left behind: " + "; ".join(left))

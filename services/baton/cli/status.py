@@ -18,10 +18,9 @@ from baton.cli.client import no_cluster, reach
 from baton.cli.cluster import Cluster
 from baton.cli.record import ClusterRecord
 from baton.cli.reports import LedgerSilent, Registered, ask, read_members
-from baton.cli.supervisor import LEDGER, SETTINGS_NAME, Supervisor
+from baton.cli.supervisor import LEDGER, Supervisor
 from baton.cli.terminal import ExitCode, say, table, warn
 from baton.engine.info import ModelNotPrepared, read_info
-from baton.runtime.config import load
 from baton.runtime.dirs import ledger_url
 from baton.runtime.settings import Config
 
@@ -34,9 +33,7 @@ def status(config: Config, *, as_json: bool) -> int:
     found = cluster.running()
     if found is None:
         raise no_cluster()
-    # What the cluster was started with counts, not what the environment says now.
-    started_with = load(cluster.run_dir / SETTINGS_NAME, {})
-    picture = gather(cluster, found, started_with)
+    picture = gather(cluster, found, cluster.started_with())
     if as_json:
         say(json.dumps(picture, indent=2))
     else:
