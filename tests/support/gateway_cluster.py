@@ -419,17 +419,6 @@ class GatewayCluster:
         if not ids:
             return
         run, finish = self._run_of(work, ids)
-        if work.sent == 0 and self.mode == "split":
-            first = TokenRun(
-                request_id=spec.request_id,
-                epoch=work.epoch,
-                index=0,
-                ids=run.ids[:1],
-                logprobs=run.logprobs[:1],
-                finish=finish if len(run.ids) == 1 else None,
-                cached_tokens=script.cached_tokens,
-            )
-            self.receive(PREFILL, TokenChunk(runs=(first,)))
         self.receive(DECODE, TokenChunk(runs=(run,)))
         work.sent += len(run.ids)
         self.changed()

@@ -13,7 +13,7 @@ from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
 from baton.core.sampling import SamplingParams
 from baton.gateway.machine import GatewayMachine
-from baton.gateway.session import HELD_RUNS_MAX, Session, Verdict
+from baton.gateway.session import HELD_RUNS_MAX
 from baton.gateway.vocabulary import (
     ClientGone,
     Command,
@@ -170,7 +170,7 @@ def test_whole_way() -> None:
     talk = Talk()
     assert [peer for peer, _ in sent(talk.submit(), SubmitRequest)] == [R0]
     talk.place()
-    talk.tokens(P0, 0, [7])
+    talk.tokens(D0, 0, [7])
     talk.tokens(D0, 0, [7, 8])
     out = talk.tokens(D0, 2, [9], finish=FinishReason.STOP)
     assert talk.delivered == [7, 8, 9]
@@ -182,11 +182,11 @@ def test_whole_way() -> None:
 
 
 def test_first_token_may_end_the_request() -> None:
-    """A first token from prefill that finishes the answer ends it."""
+    """A first token that finishes the answer ends it."""
     talk = Talk()
     talk.submit()
     talk.place()
-    out = talk.tokens(P0, 0, [7], finish=FinishReason.STOP)
+    out = talk.tokens(D0, 0, [7], finish=FinishReason.STOP)
     assert sent(out, RequestEnded)
     assert talk.delivered == [7]
 
@@ -195,7 +195,7 @@ def test_tokens_may_overtake_the_placement() -> None:
     """Tokens that come before RequestPlaced bind the epoch to their senders."""
     talk = Talk()
     talk.submit()
-    talk.tokens(P0, 0, [7])
+    talk.tokens(D0, 0, [7])
     talk.tokens(D0, 0, [7, 8])
     talk.place()
     talk.tokens(D0, 2, [9])
@@ -247,7 +247,7 @@ def test_contradicting_tokens_fail_the_request() -> None:
     talk = Talk()
     talk.submit()
     talk.place()
-    talk.tokens(P0, 0, [1])
+    talk.tokens(D0, 0, [1])
     out = talk.tokens(D0, 0, [2, 3])
     assert only(out, End).outcome.reason is Reason.INTEGRITY
     assert talk.delivered == [1]
@@ -290,14 +290,13 @@ def test_other_incarnation_of_the_same_epoch_is_refused() -> None:
     assert talk.delivered == [1]
 
 
-def test_prefill_speaks_of_the_first_token_only() -> None:
-    """Prefill cannot deliver a second token."""
+def test_prefill_has_no_say() -> None:
+    """Only decode has verified what a token was computed from: nobody else's tokens count."""
     talk = Talk()
     talk.submit()
     talk.place()
     talk.tokens(P0, 0, [1])
-    talk.tokens(P0, 1, [2])
-    assert talk.delivered == [1]
+    assert talk.delivered == []
 
 
 # --- epochs -------------------------------------------------------------------------------------
@@ -715,19 +714,3 @@ def test_gauges_and_status_are_in_the_catalogue() -> None:
     talk.tokens(D0, 0, [4242])
     assert set(talk.machine.gauges()) <= CATALOGUE.keys()
     assert "4242" not in str(talk.machine.status())
-
-
-def test_prefill_tells_the_first_new_token_of_a_later_attempt() -> None:
-    """After a fence the ids held are forced: prefill's first token has the index behind them."""
-    session = Session(spec=spec(), submitted_at=0.0)
-    decode, prefill = Peer("decode-0", 1), Peer("prefill-0", 1)
-    assert session.place(1, decode, prefill)
-    run = TokenRun(session.request_id, 1, 0, (65, 66))
-    assert session.accept(decode, Role.DECODE, run)[0] is Verdict.FRESH
-    session.fence(2)
-    later = TokenRun(session.request_id, 2, 2, (67,))
-    verdict, fresh = session.accept(Peer("prefill-1", 1), Role.PREFILL, later)
-    assert verdict is Verdict.FRESH
-    assert [run.ids for run in fresh] == [(67,)]
-    early = TokenRun(session.request_id, 2, 0, (65,))
-    assert session.accept(Peer("prefill-1", 1), Role.PREFILL, early)[0] is Verdict.STALE

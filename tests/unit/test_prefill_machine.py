@@ -10,7 +10,7 @@ from baton.core.events import DrainRequested, LeaseChanged, TimePassed
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
-from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
+from baton.core.outcomes import Ending, Outcome, Reason
 from baton.ports.driving import CallLedger, Exit, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import AdvanceRequest
@@ -37,7 +37,6 @@ from baton.wire.messages import (
     Ticket,
     TicketBlock,
     TicketRevoked,
-    TokenChunk,
     WorkerStatus,
     WorkFailed,
     WorkRefused,
@@ -142,11 +141,18 @@ def test_a_prompt_is_computed_in_chunks_announced_and_committed() -> None:
     announced = sent(D, ChunkAnnounced, request_id="r", epoch=1)
     play.returned(announced, CHUNK)
     assert [each.logical for each in play.messages(ChunkAnnounced)[0].sums] == [0, 1]
-    committed = sent(D, PrefillCommitted, first_id=50, finish=None)
-    play.returned(committed, sent(G, TokenChunk))
+    committed = sent(D, PrefillCommitted, first_id=50)
+    play.returned(committed)
     last = play.messages(PrefillCommitted)[0].sums
     assert [(each.logical, each.tokens) for each in last] == [(2, 4), (3, 2)]
     assert not play.machine.jobs
+
+
+def test_no_client_sees_a_token_that_decode_has_not_verified() -> None:
+    """(24) The first token was sampled from blocks that nobody has checked yet: decode gets it."""
+    play = Prefill()
+    play.start(spec())
+    play.returned(sent(D, PrefillCommitted, first_id=50))  # and nothing to the gateway
 
 
 def test_nothing_is_computed_without_a_ticket() -> None:
@@ -164,7 +170,7 @@ def test_a_ticket_may_overtake_its_assignment() -> None:
     play = Prefill()
     play.ticket("r", 6)
     play.assign(spec(), STARTED, CHUNK)
-    play.returned(sent(D, PrefillCommitted), sent(G, TokenChunk))
+    play.returned(sent(D, PrefillCommitted))
     play.ticket("x", 6)
     said = play.wait(6.0)
     assert len(said) == 1 and sent(D, PrefillFailed, request_id="x").matches(said[0])
@@ -179,8 +185,7 @@ def test_blocks_are_found_by_their_logical_number() -> None:
     row = play.last(RunChunk).rows[0]
     assert row.row.start == 8 and row.row.blocks.tolist() == [40, 39, 38, 37]
     assert [(each.logical, each.block) for each in row.targets] == [(2, 38), (3, 37)]
-    play.returned(sent(D, PrefillCommitted), sent(G, TokenChunk))
-    assert play.messages(TokenChunk)[0].runs[0].cached_tokens == 8
+    play.returned(sent(D, PrefillCommitted))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +217,7 @@ def test_chunks_end_at_block_borders_and_never_touch_an_announced_block() -> Non
         row = play.last(RunChunk).rows[0]
         touched += [pair.logical for pair in row.targets]
         last = row.row.sample is not None
-        play.returned(*((Like(Send), Like(Send)) if last else (Like(Send), CHUNK)))
+        play.returned(*((Like(Send),) if last else (Like(Send), CHUNK)))
         if last:
             break
     assert touched == [0, 1, 2]
@@ -226,7 +231,7 @@ def test_short_prompts_share_a_chunk() -> None:
     play.ticket("b", 6)
     play.assign(spec("c", tokens=6))
     play.ticket("c", 6)
-    play.returned(Like(Send), Like(Send), STARTED, STARTED, CHUNK)
+    play.returned(Like(Send), STARTED, STARTED, CHUNK)
     assert [row.row.request_id for row in play.last(RunChunk).rows] == ["b", "c"]
 
 
@@ -242,24 +247,6 @@ def test_a_chunk_that_took_too_long_is_followed_by_a_shorter_one() -> None:
 # --- ends of generation ---------------------------------------------------------------------------
 
 
-def test_one_token_is_the_whole_answer_when_no_more_are_wanted() -> None:
-    """(31) With ``max_tokens`` 1 prefill's token carries the finish."""
-    play = Prefill()
-    play.start(spec(max_tokens=1))
-    play.returned(sent(D, PrefillCommitted, finish=FinishReason.LENGTH), sent(G, TokenChunk))
-    assert play.messages(TokenChunk)[0].runs[0].finish is FinishReason.LENGTH
-
-
-def test_a_first_token_that_is_a_stop_token_ends_the_request() -> None:
-    """(30) The stop rules apply where it is sampled."""
-    play = Prefill()
-    play.start(spec())
-    finish = FinishReason.STOP
-    committed = sent(D, PrefillCommitted, finish=finish)
-    play.returned(committed, sent(G, TokenChunk), sampled=Sampled(EOS))
-    assert play.messages(TokenChunk)[0].runs[0].finish is finish
-
-
 def test_the_clients_parameters_travel_unchanged() -> None:
     """(33) No stage limit is put in the place of the client's."""
     play = Prefill()
@@ -267,7 +254,7 @@ def test_the_clients_parameters_travel_unchanged() -> None:
     play.start(wanted)
     sample = play.last(RunChunk).rows[0].row.sample
     assert sample is not None and sample.params == wanted.sampling
-    play.returned(sent(D, PrefillCommitted, finish=None), sent(G, TokenChunk))
+    play.returned(sent(D, PrefillCommitted))
 
 
 def test_forced_ids_are_computed_like_the_prompt_and_the_index_goes_on() -> None:
@@ -277,9 +264,8 @@ def test_forced_ids_are_computed_like_the_prompt_and_the_index_goes_on() -> None
     row = play.last(RunChunk).rows[0].row
     assert row.token_ids.tolist() == [1, 2, 3, 50, 51]
     assert row.sample is not None and row.sample.index == 2
-    committed = sent(D, PrefillCommitted, epoch=2, finish=FinishReason.LENGTH)
-    play.returned(committed, sent(G, TokenChunk))
-    assert play.messages(TokenChunk)[0].runs[0].index == 2
+    committed = sent(D, PrefillCommitted, epoch=2)
+    play.returned(committed)
 
 
 # --- cancel, revoke, fail -------------------------------------------------------------------------
@@ -336,7 +322,7 @@ def test_a_revocation_of_what_is_over_is_answered() -> None:
     """(9) Committed, unknown or not yet assigned: decode must not wait for ever."""
     play = Prefill()
     play.start(spec())
-    play.returned(Like(Send), Like(Send))
+    play.returned(Like(Send))
     stopped = Send(D, WriterStopped("r", 1))
     play.hear(D, TicketRevoked("r", 1), stopped)
     play.hear(D, TicketRevoked("r", 1), stopped)
@@ -372,8 +358,8 @@ def test_a_failed_row_leaves_the_others_of_its_chunk_alone() -> None:
     play.assign(spec("b"))
     play.ticket("a", 6, STARTED, CHUNK)
     play.ticket("b", 6)
-    play.returned(Like(Send), Like(Send), STARTED, CHUNK, failed="NaN")
-    play.returned(sent(D, PrefillCommitted, request_id="b"), sent(G, TokenChunk))
+    play.returned(Like(Send), STARTED, CHUNK, failed="NaN")
+    play.returned(sent(D, PrefillCommitted, request_id="b"))
 
 
 # --- epochs and bounds --------------------------------------------------------------------------
@@ -416,7 +402,7 @@ def test_a_suspect_or_draining_worker_takes_nothing_new() -> None:
     play.feed(DrainRequested())
     play.assign(spec("b"), sent(R, WorkRefused, reason=Reason.DRAINING))
     play.returned(sent(D, ChunkAnnounced), CHUNK)
-    play.returned(sent(D, PrefillCommitted), sent(G, TokenChunk), Exit(0, "drained"))
+    play.returned(sent(D, PrefillCommitted), Exit(0, "drained"))
     play.feed(DrainRequested())
 
 

@@ -116,7 +116,10 @@ class Request:
                 return b"".join(parts)
 
     def _too_large(self) -> ApiError:
-        self._closes = True
+        # The connection is kept while the rest arrives and is thrown away: closed with unread bytes
+        # it would be reset, and the client would never see the answer. Who asked before sending
+        # may send the next request instead, so there it is closed.
+        self._closes = b"expect" in self.headers
         return ApiError(
             413, f"the request body is larger than {self._budget.one_max} bytes", None, "too_large"
         )

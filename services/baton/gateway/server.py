@@ -10,11 +10,13 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
+import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from baton.core.limits import Limits
@@ -24,6 +26,13 @@ from baton.gateway.serving import Serving
 BACKLOG = 1_024
 #: An idle connection is kept for the next request; longer than proxies in front keep theirs.
 IDLE_S = 75
+#: A client that takes longer than this from its connection, or from the end of an answer, until its
+#: next request is complete but for the body is cut: half a request must not hold a connection.
+HEAD_READ_S = 30.0
+#: Bytes of one request that are not its body; more are answered with 431.
+HEAD_BYTES_MAX = 128 * 1024
+#: How many bytes of chunk sizes and extensions each byte of a body may come with.
+CHUNKING_FACTOR = 16
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
     b"retry-after: 1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s"
@@ -34,6 +43,19 @@ _FULL_BODY = (
 )
 
 
+def _last_words(status: bytes, text: bytes) -> bytes:
+    """Return an answer that is written where there is no request yet."""
+    head = b"HTTP/1.1 %s\r\ncontent-type: text/plain\r\nconnection: close\r\ncontent-length: %d"
+    return head % (status, len(text)) + b"\r\n\r\n" + text
+
+
+_HEAD_TOO_LARGE = _last_words(
+    b"431 Request Header Fields Too Large", b"the request's head is too large\n"
+)
+_HEAD_TOO_SLOW = _last_words(b"408 Request Timeout", b"the request did not arrive in time\n")
+_BAD_HANDSHAKE = _last_words(b"400 Bad Request", b"the WebSocket handshake cannot be read\n")
+
+
 def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocketsSansIOProtocol]]:
     """Return the two protocol classes of this gateway."""
     limits = serving.limits
@@ -42,6 +64,16 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
         """HTTP/1.1 with a bound on connections and a way to cut one."""
 
         _refused = False
+        _in_head = False
+        _wire_bytes = 0
+        """Of the request that is being read, all of it."""
+        _body_bytes = 0
+        _fed = b""
+        _again = b""
+        """What is to be read a second time, without the upgrade it asked for."""
+        _answered: RequestResponseCycle | None = None
+        """The request that is being answered; those pipelined behind it wait."""
+        _head_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -54,13 +86,117 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
             serving.connections.add(transport)
             _tune(transport, limits)
             self.app_state = {**self.app_state, "abort": transport.abort, "fate": self._fate}
+            self._await_head()
 
         def data_received(self, data: bytes) -> None:
-            if not self._refused:
+            if self._refused:
+                return
+            self._wire_bytes += len(data)
+            while data and not self.transport.is_closing():
+                self._fed, self._again = data, b""
                 super().data_received(data)
+                data = self._again
+            if self.transport.is_closing():
+                return
+            allowed = HEAD_BYTES_MAX + CHUNKING_FACTOR * self._body_bytes
+            if self._wire_bytes - self._body_bytes > allowed:
+                self._cut(_HEAD_TOO_LARGE)
+            else:
+                self._await_head()
+
+        def on_message_begin(self) -> None:
+            self._in_head = True
+            self._wire_bytes = self._body_bytes = 0
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            self._head_came()
+            if self.parser.should_upgrade():
+                self.scope["method"] = self.parser.get_method().decode("ascii")
+            else:
+                super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            if not self.parser.should_upgrade():
+                super().on_message_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._body_bytes += len(body)
+            super().on_body(body)
+
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+            self._answered = cycle
+            super()._start_asgi_task(cycle, app)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._in_head:
+                self._await_head()
+
+        def _should_upgrade_to_ws(self) -> bool:
+            # Anything else with these headers is an HTTP request, answered as one.
+            names = {name for name, _ in self.headers}
+            plain = names.isdisjoint((b"content-length", b"transfer-encoding"))
+            return self.scope["method"] == "GET" and plain
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """An upgrade that is not taken is ignored, as HTTP says.
+
+            The parser takes what follows such a head for the other protocol, not for a body: so
+            the head is read again without what asks for the upgrade.
+            """
+            method = self.scope["method"].encode()
+            ended = sys.exception()
+            if method == b"CONNECT" or not isinstance(ended, httptools.HttpParserUpgrade):
+                self.send_400_response("Invalid HTTP request received.")
+                return
+            version = self.parser.get_http_version().encode()
+            head = [b"%s %s HTTP/%s" % (method, self.url, version)]
+            for name, value in self.headers:
+                if name not in (b"upgrade", b"connection"):
+                    head.append(b"%s: %s" % (name, value))
+            self._again = b"\r\n".join([*head, b"", b""]) + self._fed[ended.args[0] :]
+            self._wire_bytes = len(self._again)
+            self.parser = httptools.HttpRequestParser(self)
+
+        def _await_head(self) -> None:
+            """Mind the time until the next head, unless a request is being answered."""
+            answering = self.cycle is not None and not self.cycle.response_complete
+            resting = self.timeout_keep_alive_task is not None
+            if answering or resting or self._head_timer is not None or self._upgraded():
+                return
+            self._head_timer = self.loop.call_later(HEAD_READ_S, self._head_late)
+
+        def _upgraded(self) -> bool:
+            return self.transport.get_protocol() is not self
+
+        def _head_came(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+        def _head_late(self) -> None:
+            self._head_timer = None
+            self._cut(_HEAD_TOO_SLOW if self._in_head else b"")
+
+        def _cut(self, last_words: bytes) -> None:
+            answering = self.cycle is not None and not self.cycle.response_complete
+            if answering:
+                self.transport.abort()
+                return
+            self.transport.write(last_words)
+            self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
             serving.connections.discard(self.transport)
+            self._head_came()
+            # uvicorn tells the last request that came; the one being answered may be another.
+            for cycle in (self._answered, *(waiting for waiting, _ in self.pipeline)):
+                if cycle is not None and not cycle.response_complete:
+                    cycle.disconnected = True
+                    cycle.message_event.set()
+            self.pipeline.clear()
             if isinstance(exc, TimeoutError):
                 self._fate["stalled"] = True
             super().connection_lost(exc)
@@ -88,6 +224,10 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
         def data_received(self, data: bytes) -> None:
             self._heard = True
             super().data_received(data)
+            if self.conn.handshake_exc is not None and not self.handshake_initiated:
+                # A head that HTTP accepts and WebSocket does not (too many headers, too long ones).
+                self.transport.write(_BAD_HANDSHAKE)
+                self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
             serving.connections.discard(self.transport)

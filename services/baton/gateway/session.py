@@ -62,8 +62,6 @@ class Session:
     router: Peer | None = None
     epoch: int = 1
     """Lower ones are refused (the fence)."""
-    first_index: int = 0
-    """Output index of this attempt's first token: what was held at the fence is forced."""
     fenced: bool = False
     """Fenced at ``epoch``, and not placed at it yet."""
     decode: Peer | None = None
@@ -96,7 +94,6 @@ class Session:
         """Refuse everything below ``epoch`` from now on and forget the attempt's workers."""
         assert epoch > self.epoch
         self.epoch = epoch
-        self.first_index = len(self.ids)
         self.fenced = True
         self._unbind()
 
@@ -148,22 +145,17 @@ class Session:
         """Whether ``peer`` is (or now becomes) this attempt's worker for what it sends.
 
         Tokens may overtake :class:`RequestPlaced`, which comes from somebody else: the first
-        incarnation seen with an epoch is bound to it. Prefill has a say in the first token only.
+        incarnation seen with an epoch is bound to it. Only decode has a say: it alone has verified.
         """
-        if role is Role.DECODE:
-            if self.decode is None:
-                self.decode = peer
-                self.told.add(peer)
-            if self.decode != peer:
-                return False
-            self.decode_spoke = True
-            return True
-        if role is Role.PREFILL and run.index == self.first_index and len(run.ids) == 1:
-            if self.prefill is None:
-                self.prefill = peer
-                self.told.add(peer)
-            return self.prefill == peer
-        return False
+        if role is not Role.DECODE:
+            return False
+        if self.decode is None:
+            self.decode = peer
+            self.told.add(peer)
+        if self.decode != peer:
+            return False
+        self.decode_spoke = True
+        return True
 
     def _take(self, run: TokenRun, fresh: list[TokenRun]) -> bool:
         """Append what is new in ``run``; ``False`` if it contradicts what is held already."""

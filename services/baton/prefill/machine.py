@@ -16,7 +16,6 @@ from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
-from baton.core.stopping import finish_of
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
 from baton.ports.ledger import AdvanceRequest
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
@@ -45,8 +44,6 @@ from baton.wire.messages import (
     RequestEnded,
     Ticket,
     TicketRevoked,
-    TokenChunk,
-    TokenRun,
     WorkerStatus,
     WorkFailed,
     WorkRefused,
@@ -322,11 +319,14 @@ class PrefillMachine:
         last_write_ns: int,
         now: float,
     ) -> None:
-        """Everything is stored: first token to the gateway, commit to decode, nothing kept."""
+        """Everything is stored: say so to decode, with the first token, and keep nothing.
+
+        The token goes to decode alone. Whether the KV it was sampled from is what it must be is
+        known only when decode has verified the last block; before that no client may see it.
+        """
         assert result.sampled is not None and job.ticket is not None
         request_id, epoch = job.key
         first, logprob = result.sampled.token_id, result.sampled.logprob
-        finish = finish_of(job.spec.sampling, job.spec.max_tokens, len(job.forced), first)
         prefill_s = now - (job.started_at or now)
         self._send(
             job.decode,
@@ -336,21 +336,10 @@ class PrefillMachine:
                 sums=sums,
                 first_id=first,
                 first_logprob=logprob,
-                finish=finish,
                 prefill_ms=prefill_s * 1000,
                 last_write_ns=last_write_ns,
             ),
         )
-        run = TokenRun(
-            request_id=request_id,
-            epoch=epoch,
-            index=len(job.forced),
-            ids=(first,),
-            logprobs=() if logprob is None else (logprob,),
-            finish=finish,
-            cached_tokens=job.ticket.cached_tokens,
-        )
-        self._send(job.spec.gateway, TokenChunk((run,)))
         self._emit(Measure("request_prefill_seconds", prefill_s))
         self._note("prefilled", job, tokens=len(job.tokens), prefill_ms=round(prefill_s * 1e3, 1))
         del self.jobs[request_id]

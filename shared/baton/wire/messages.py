@@ -6,15 +6,39 @@ without a default refuse the message. The sender's and the addressed incarnation
 frame's header (``baton.wire.frames``), the request's epoch in the message.
 
 ``upto`` counts and positions are absolute token positions in prompt + output.
+
+Every number has the bounds of what it counts: a message with one outside them is refused where it
+is decoded, like one with a field of the wrong type, so no machine meets it. Whether a number fits
+*this* request (its epoch, its blocks) is the machine's business.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from baton.core.ids import Peer
 from baton.core.outcomes import FinishReason, Outcome, Reason
 from baton.core.sampling import SamplingParams
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Epoch = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+BlockNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Generation = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Milliseconds = Annotated[int, Meta(ge=0, le=2**40)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
+
+ID_BYTES = 4
+
+
+def _check_ids(raw: bytes) -> None:
+    if len(raw) % ID_BYTES:
+        raise ValueError(f"{len(raw)} bytes are not a whole number of ids")
+    if max(raw[ID_BYTES - 1 :: ID_BYTES], default=0) >= 0x80:
+        raise ValueError("an id is not below 2**31")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
@@ -28,13 +52,13 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     list of Python integers on the way.
     """
 
-    request_id: str
+    request_id: RequestId
     gateway: Peer
     prompt: bytes
     sampling: SamplingParams
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     """Most output tokens, >= 1; prompt + max_tokens fits the context (the gateway checked)."""
-    deadline_ms: int
+    deadline_ms: Milliseconds
     """Milliseconds from admission."""
     open_ended: bool = False
     """The client set no limit: the router may lower ``max_tokens`` to what an arena holds."""
@@ -42,17 +66,22 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The client-visible id when ``n > 1``."""
     traceparent: str = ""
 
+    def __post_init__(self) -> None:
+        _check_ids(self.prompt)
+        if not self.prompt:
+            raise ValueError("the prompt is empty")
+
     @property
     def prompt_tokens(self) -> int:
-        return len(self.prompt) // 4
+        return len(self.prompt) // ID_BYTES
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of one emitted token and of the best alternatives, best first."""
 
-    token_id: int
+    token_id: TokenId
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[TokenId, float], ...] = ()
 
 
 # --- gateway <-> router -------------------------------------------------------------------------
@@ -67,52 +96,55 @@ class SubmitRequest(Message, frozen=True):
 class RequestPlaced(Message, frozen=True):
     """router -> gateway: who works on it now. Sent again with each epoch."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
     decode: Peer
     prefill: Peer | None = None
     """``None``: decode computes the prompt itself."""
-    queued_ms: int = 0
+    queued_ms: Milliseconds = 0
 
 
 class RequestRefused(Message, frozen=True):
     """router -> gateway: nothing was and nothing will be computed for it."""
 
-    request_id: str
+    request_id: RequestId
     reason: Reason
     message: str
-    retry_after_ms: int = 0
+    retry_after_ms: Milliseconds = 0
 
 
 class RequestFailed(Message, frozen=True):
     """router -> gateway: given up; the gateway makes it terminal and tells the client."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
     outcome: Outcome
 
 
 class FenceRequest(Message, frozen=True):
     """router -> gateway: from now on refuse every epoch below ``epoch``; say which ids you hold."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
 
 
 class RequestFenced(Message, frozen=True):
     """gateway -> router: done; these output ids are what the client may have seen."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
     output: bytes
     """Little-endian uint32 ids, index 0 first."""
+
+    def __post_init__(self) -> None:
+        _check_ids(self.output)
 
 
 class RequestEnded(Message, frozen=True):
     """gateway -> router and every worker that has it: the terminal outcome; drop it."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
     outcome: Outcome
 
 
@@ -123,34 +155,40 @@ class ReserveDecode(Message, frozen=True):
     """router -> decode: take this request in; issue a ticket to ``prefill``, or prefill locally."""
 
     spec: RequestSpec
-    epoch: int
+    epoch: Epoch
     prefill: Peer | None = None
     output: bytes = b""
     """Ids already emitted by earlier epochs (uint32 LE): forced, never sampled again."""
+
+    def __post_init__(self) -> None:
+        _check_ids(self.output)
 
 
 class DecodeReserved(Message, frozen=True):
     """decode -> router: blocks are reserved (and the ticket, if any, is on its way)."""
 
-    request_id: str
-    epoch: int
-    cached_tokens: int
+    request_id: RequestId
+    epoch: Epoch
+    cached_tokens: Count
 
 
 class AssignPrefill(Message, frozen=True):
     """router -> prefill: compute this prompt once ``decode`` sends its ticket."""
 
     spec: RequestSpec
-    epoch: int
+    epoch: Epoch
     decode: Peer
     output: bytes = b""
+
+    def __post_init__(self) -> None:
+        _check_ids(self.output)
 
 
 class WorkRefused(Message, frozen=True):
     """worker -> router: this placement is not possible; nothing is held for it here."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
     reason: Reason
     message: str = ""
 
@@ -158,8 +196,8 @@ class WorkRefused(Message, frozen=True):
 class WorkFailed(Message, frozen=True):
     """worker -> router: the attempt is over without a result; nothing is held for it here."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
     reason: Reason
     message: str = ""
     retryable: bool = True
@@ -168,8 +206,8 @@ class WorkFailed(Message, frozen=True):
 class CancelWork(Message, frozen=True):
     """router -> worker: drop this attempt (any epoch <= ``epoch``) and release what it holds."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
     reason: Reason
 
 
@@ -178,15 +216,15 @@ class WorkerStatus(Message, frozen=True):
 
     accepting: bool
     """False while draining, suspect or hung."""
-    running: int = 0
-    waiting: int = 0
-    queued_tokens: int = 0
-    blocks_total: int = 0
-    blocks_free: int = 0
+    running: Count = 0
+    waiting: Count = 0
+    queued_tokens: Count = 0
+    blocks_total: Count = 0
+    blocks_free: Count = 0
     """FREE plus CACHED without a hold: what a reservation could get at once."""
-    block_size: int = 0
-    step: int = 0
-    step_age_ms: int = 0
+    block_size: Count = 0
+    step: Count = 0
+    step_age_ms: Milliseconds = 0
     """Age of the step in flight, 0 if none."""
 
 
@@ -197,8 +235,8 @@ class ArenaRef(msgspec.Struct, frozen=True):
     """Names one arena beyond doubt: a path may be reused, an inode with a file id may not."""
 
     path: str
-    device: int
-    inode: int
+    device: Annotated[int, Meta(ge=0)]
+    inode: Annotated[int, Meta(ge=0)]
     file_id: str
     """Random at creation, stored in the header: 32 hex digits."""
     owner: Peer
@@ -223,62 +261,61 @@ class ArenaMapped(Message, frozen=True):
 class TicketBlock(msgspec.Struct, frozen=True, array_like=True):
     """One pair of the ticket: never a bare position."""
 
-    logical: int
-    block: int
-    generation: int
+    logical: BlockNumber
+    block: BlockNumber
+    generation: Generation
 
 
 class Ticket(Message, frozen=True):
     """decode -> prefill: permission to fill ``blocks`` of ``arena`` for (request, epoch)."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
     arena: ArenaRef
     blocks: tuple[TicketBlock, ...]
     """To be written: every logical block from ``cached_tokens`` on."""
     prefix: tuple[TicketBlock, ...] = ()
     """Already filled, to be read in place; pinned until the writer stopped."""
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
 
 
 class BlockSum(msgspec.Struct, frozen=True, array_like=True):
     """Checksum of one block's filled tokens (``baton.channel.checksum``)."""
 
-    logical: int
-    generation: int
-    tokens: int
+    logical: BlockNumber
+    generation: Generation
+    tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     """Filled tokens of the block, 1..block_size."""
-    checksum: int
+    checksum: Annotated[int, Meta(ge=0)]
 
 
 class ChunkAnnounced(Message, frozen=True):
     """prefill -> decode: these blocks are filled and will never be written again."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
     sums: tuple[BlockSum, ...]
 
 
 class PrefillCommitted(Message, frozen=True):
     """prefill -> decode: the ticket's blocks are complete. Says too: I store there no more."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
     sums: tuple[BlockSum, ...]
     """Blocks not announced before, the partly filled last one included."""
-    first_id: int
+    first_id: TokenId
     first_logprob: TokenLogprob | None = None
-    finish: FinishReason | None = None
     prefill_ms: float = 0.0
-    last_write_ns: int = 0
+    last_write_ns: Annotated[int, Meta(ge=0)] = 0
     """CLOCK_BOOTTIME of the last store into the arena: only to measure the hand-over."""
 
 
 class PrefillFailed(Message, frozen=True):
     """prefill -> decode: the attempt is over. Says too: I store there no more."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
     reason: Reason
     message: str = ""
     retryable: bool = True
@@ -287,48 +324,48 @@ class PrefillFailed(Message, frozen=True):
 class TicketRevoked(Message, frozen=True):
     """decode -> prefill: stop at the next chunk boundary and say so with ``WriterStopped``."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
 
 
 class WriterStopped(Message, frozen=True):
     """prefill -> decode: no thread, pool or queue of mine will touch that ticket's blocks again."""
 
-    request_id: str
-    epoch: int
+    request_id: RequestId
+    epoch: Epoch
 
 
-# --- workers -> gateway: tokens -----------------------------------------------------------------
+# --- decode -> gateway: tokens ------------------------------------------------------------------
 
 
 class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True):
     """Consecutive output tokens of one request."""
 
-    request_id: str
-    epoch: int
-    index: int
+    request_id: RequestId
+    epoch: Epoch
+    index: Count
     """Output index of ``ids[0]``."""
-    ids: tuple[int, ...]
+    ids: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     """Empty, or one per id."""
     finish: FinishReason | None = None
     """Set with the last token."""
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     """Prompt tokens nobody computed in this attempt; sent with index 0."""
 
 
 class TokenChunk(Message, frozen=True):
-    """worker -> gateway: what one step produced for that gateway's requests."""
+    """decode -> gateway: what one step produced for that gateway's requests."""
 
     runs: tuple[TokenRun, ...]
 
 
 class TokensWanted(Message, frozen=True):
-    """gateway -> worker: send again from ``index`` (there is a gap below what arrived)."""
+    """gateway -> decode: send again from ``index`` (there is a gap below what arrived)."""
 
-    request_id: str
-    epoch: int
-    index: int
+    request_id: RequestId
+    epoch: Epoch
+    index: Count
 
 
 # --- anybody: asked by the CLI and by the gateway's /metrics ------------------------------------
