@@ -358,7 +358,7 @@ def test_a_failed_row_leaves_the_others_of_its_chunk_alone() -> None:
     play.assign(spec("b"))
     play.ticket("a", 6, STARTED, CHUNK)
     play.ticket("b", 6)
-    play.returned(Like(Send), STARTED, CHUNK, failed="NaN")
+    play.returned(Like(Send), Like(Send), STARTED, CHUNK, failed="NaN")
     play.returned(sent(D, PrefillCommitted, request_id="b"))
 
 
