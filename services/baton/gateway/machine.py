@@ -2,7 +2,7 @@
 
 Decides where a request is submitted, which tokens its client gets and how it ends. Text, stop
 strings and HTTP are not its business: it hands out token ids and hears what the HTTP layer found.
-The gateway is the linearization point for tokens (DESIGN 4.2); ``session.py`` holds the rule.
+The gateway is the linearization point for tokens (ADR 0008); ``session.py`` holds the rule.
 """
 
 from __future__ import annotations

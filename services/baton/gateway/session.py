@@ -1,6 +1,6 @@
 """One session: what the gateway knows of one request while it lives.
 
-Decides which token runs count (DESIGN 4.2): only those of the current attempt's epoch and
+Decides which token runs count (ADR 0008): only those of the current attempt's epoch and
 incarnations, only the next index; what is repeated must repeat. It sends nothing and ends nothing:
 the machine does, from the :class:`Verdict`.
 """

@@ -1,4 +1,4 @@
-"""Proof of life and death: one byte of an arena file, locked per incarnation (DESIGN 4.5).
+"""Proof of life and death: one byte of an arena file, locked per incarnation (ADR 0003).
 
 Decides the lock's exact form, nothing about who asks. An *open file description lock* belongs to
 the open description, not to the process: it goes when the last reference goes, that is when every

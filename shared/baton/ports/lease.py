@@ -5,7 +5,7 @@ A pure machine that every process's shell runs beside its own. It stands in ``po
 
 The margin counts from when a renewal was *sent*: the ledger's own deadline is later than that, so
 this process stops trusting its lease before anybody can declare it lost, whatever the delays were.
-That is courtesy, not safety (DESIGN 4.3): a process can be frozen between looking and acting.
+That is courtesy, not safety: a process can be frozen between looking and acting.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Ops are values, so that machines can ask for them (a command) and get the answer (an event). The
 adapters (Redis with one Lua script per op; the simulator's) are held to the same conformance tests.
 
-Rules every adapter keeps (DESIGN 4.10, 4.11):
+Rules every adapter keeps (ADR 0004):
 
 - Every op is idempotent by (request, epoch, operation id): repeating one whose answer was lost
   returns the same answer and changes nothing. The operation id is the op's content (:func:`op_id`).

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets with the options of DESIGN 4.12, and nothing else.
+"""ZeroMQ sockets with the options that links need (ADR 0002), and nothing else.
 
 ROUTER_HANDOVER: a peer that opens a new socket while its old one is still closing (it dialled,
 dropped that dial for ours, and dials a later incarnation of this worker) has the same identity on
