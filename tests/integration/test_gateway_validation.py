@@ -236,6 +236,15 @@ def test_other_endpoints_name_their_fields(
     expect_error(answer, 400, param)
 
 
+@pytest.mark.parametrize(("param", "least"), [("max_tokens", 1), ("top_k", -1)])
+def test_a_number_without_an_upper_bound_is_told_as_such(
+    cluster: GatewayCluster, param: str, least: int
+) -> None:
+    """Nobody reads that max_tokens may be nine quintillion."""
+    answer, _ = post(cluster, "/v1/chat/completions", {**CHAT, param: least - 1})
+    assert expect_error(answer, 400, param) == f"'{param}' must be at least {least}"
+
+
 def test_continuing_excludes_a_generation_prompt(cluster: GatewayCluster) -> None:
     """continue_final_message with add_generation_prompt, or after a user's message, is a 400."""
     for extra in ({"add_generation_prompt": True}, {}):

@@ -70,6 +70,8 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fail(key, "must be an integer")
+        if value < low and high == INT64 - 1 and low > -INT64:
+            raise self.fail(key, f"must be at least {low}")
         if not low <= value <= high:
             raise self.fail(key, f"must be between {low} and {high}")
         return value
