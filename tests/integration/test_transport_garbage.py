@@ -189,3 +189,15 @@ def test_an_incompatible_stranger_is_told_what_differs(inbox: Inbox) -> None:
     refusal = inbox.refusal(stranger)
     assert refusal.text == ("decode-0/1 and prefill-9/7 differ: dtype: 'float32' != 'bfloat16'")
     inbox.unharmed()
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**31, 2**63 - 1, -(2**63)])
+def test_a_hello_of_a_process_that_cannot_be_does_no_harm(inbox: Inbox, pid: int) -> None:
+    """A pid that the kernel has no process for, or that is not even a pid: silence will tell."""
+    peer = Peer("prefill-9", 7)
+    stranger = inbox.stranger(frames.identity_of(peer))
+    member = msgspec.structs.replace(inbox.node.member, peer=peer, pid=pid)
+    header = frames.pack(Frame(Kind.HELLO, 7, inbox.node.peer.incarnation, 1))
+    stranger.send_multipart([header, frames.encode_hello(member)])
+    inbox.world.until(lambda: peer in inbox.node.ups())
+    inbox.unharmed()

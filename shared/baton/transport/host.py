@@ -45,6 +45,7 @@ def open_pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         raise
-    except OSError:
-        # Another user's process, a kernel without pidfds, no descriptors left: silence will tell.
+    except (OSError, OverflowError):
+        # Another user's process, a kernel without pidfds, no descriptors left, or a number that no
+        # process has (a peer says what it likes of itself): silence will tell.
         return None
