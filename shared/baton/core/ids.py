@@ -8,6 +8,7 @@ message meant for the process that died is never obeyed by the one that took its
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -30,7 +31,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True, order=True):
     """One run of one process: its stable name and its incarnation."""
 
     worker_id: str
-    incarnation: int
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=INCARNATION_MAX)]
 
     def __str__(self) -> str:
         return f"{self.worker_id}/{self.incarnation}"

@@ -1,0 +1,89 @@
+"""What the wire refuses: numbers that count nothing, bytes that are no ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.core.ids import Peer
+from baton.core.sampling import SamplingParams
+from baton.wire import codec
+from baton.wire.messages import (
+    AnyMessage,
+    AssignPrefill,
+    BlockSum,
+    ChunkAnnounced,
+    PrefillCommitted,
+    RequestFenced,
+    RequestSpec,
+    ReserveDecode,
+    SubmitRequest,
+    TokenChunk,
+    TokenRun,
+    TokensWanted,
+    WorkerStatus,
+)
+
+ID = b"\x07\0\0\0"
+GATEWAY, DECODE = Peer("gateway-0", 1), Peer("decode-0", 2)
+
+
+def spec() -> RequestSpec:
+    return RequestSpec(
+        request_id="r",
+        gateway=GATEWAY,
+        prompt=ID,
+        sampling=SamplingParams(seed=1, logit_bias={3: 1.0}),
+        max_tokens=4,
+        deadline_ms=1_000,
+    )
+
+
+def altered(message: AnyMessage, path: str, value: Any) -> bytes:
+    """Return the bytes of ``message`` with another value at ``path``."""
+    built = msgspec.msgpack.decode(codec.encode(message))
+    *parents, last = path.split(".")
+    place = built
+    for name in parents:
+        place = place[int(name)] if name.isdigit() else place[name]
+    place[int(last) if last.isdigit() else last] = value
+    return msgspec.msgpack.encode(built)
+
+
+CASES: list[tuple[AnyMessage, str, list[Any]]] = [
+    (TokensWanted("r", 1, 0), "epoch", [-1, 2**31]),
+    (TokensWanted("r", 1, 0), "index", [-1, 2**60]),
+    (TokensWanted("r", 1, 0), "request_id", ["", "r" * 1_000]),
+    (TokenChunk((TokenRun("r", 1, 0, (7,)),)), "runs.0.ids", [[-1], [2**31]]),
+    (ChunkAnnounced("r", 1, (BlockSum(0, 1, 16, 9),)), "sums.0.0", [-1, 2**31]),
+    (ChunkAnnounced("r", 1, (BlockSum(0, 1, 16, 9),)), "sums.0.1", [-1, 2**32]),
+    (ChunkAnnounced("r", 1, (BlockSum(0, 1, 16, 9),)), "sums.0.2", [-1, 0]),
+    (PrefillCommitted("r", 1, (), 7), "first_id", [-1, 2**31]),
+    (WorkerStatus(accepting=True, waiting=1), "waiting", [-1]),
+    (RequestFenced("r", 2, ID), "output", [b"123", b"\0\0\0\x80"]),
+    (ReserveDecode(spec(), 1, None, ID), "output", [b"12345"]),
+    (AssignPrefill(spec(), 1, DECODE, ID), "output", [b"1"]),
+    (AssignPrefill(spec(), 1, DECODE), "decode", [["decode-0", -1], ["decode-0", 2**62]]),
+    (SubmitRequest(spec()), "spec.prompt", [b"", b"12345", b"\xff\xff\xff\xff"]),
+    (SubmitRequest(spec()), "spec.max_tokens", [0, -1, 2**31]),
+    (SubmitRequest(spec()), "spec.deadline_ms", [-1, 2**53]),
+    (SubmitRequest(spec()), "spec.sampling.seed", [2**63]),
+    (SubmitRequest(spec()), "spec.sampling.logit_bias", [{-1: 1.0}, {3: float("nan")}]),
+    (SubmitRequest(spec()), "spec.sampling.temperature", [-1.0, float("nan"), float("inf")]),
+    (SubmitRequest(spec()), "spec.sampling.stop_token_ids", [[2**40]]),
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "path", "values"), CASES, ids=[f"{type(m).__name__}.{p}" for m, p, _ in CASES]
+)
+def test_a_number_outside_what_it_counts_is_no_message(
+    message: AnyMessage, path: str, values: list[Any]
+) -> None:
+    """It is refused where it is decoded: no machine, script or array ever meets it."""
+    assert codec.decode(codec.encode(message)) == message
+    for value in values:
+        with pytest.raises(codec.MessageError):
+            codec.decode(altered(message, path, value))
