@@ -132,6 +132,7 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self._in_head:
+                self._unset_keepalive_if_required()
                 self._await_head()
 
         def _should_upgrade_to_ws(self) -> bool:
