@@ -256,6 +256,8 @@ class FakeEngine:
             forced = forced_ids(spec.prompt)
         if forced is not None:
             token = forced[spec.index] if spec.index < len(forced) else EOS_ID
+            if token >= len(logits):
+                raise SamplingFailed(f"the prompt forces id {token}, outside the vocabulary")
             logits[token] = _FORCED_LOGIT
         return logits
 
