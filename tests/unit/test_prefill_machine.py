@@ -11,7 +11,7 @@ from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Outcome, Reason
-from baton.ports.driving import CallLedger, Exit, Send
+from baton.ports.driving import CallLedger, Exit, Note, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import AdvanceRequest
 from baton.prefill.io import (
@@ -316,6 +316,15 @@ def test_the_queue_shrinks_with_every_cancel() -> None:
         play.hear(R, CancelWork(f"r{number}", 1, Reason.CLIENT_DISCONNECTED))
     play.wait(0.3)
     assert play.messages(WorkerStatus)[-1].waiting == 6
+
+
+def test_the_note_of_a_cancelled_prompt_has_the_cancels_reason() -> None:
+    """A placement that decode refused is no client's cancel, and the log must not say so."""
+    play = Prefill()
+    play.assign(spec())
+    play.hear(R, CancelWork("r", 1, Reason.NO_LINK))
+    notes = [one for one in play.all if isinstance(one, Note) and one.event == "cancelled"]
+    assert [note.fields["reason"] for note in notes] == [Reason.NO_LINK]
 
 
 def test_a_revocation_of_what_is_over_is_answered() -> None:

@@ -172,10 +172,10 @@ class PrefillMachine:
                 self._ticket(peer, message, now)
             case TicketRevoked(request_id, epoch):
                 self._revoke(peer, request_id, epoch)
-            case CancelWork(request_id, epoch) | RequestEnded(request_id, epoch):
-                job = self.jobs.get(request_id)
-                if job is not None and job.epoch <= epoch:
-                    self._end(job, Reason.CLIENT_CANCELLED, "cancelled")
+            case CancelWork(request_id, epoch, reason):
+                self._cancel(request_id, epoch, reason)
+            case RequestEnded(request_id, epoch, outcome):
+                self._cancel(request_id, epoch, outcome.reason)
             case ArenaOffered(arena):
                 if arena.owner == peer:
                     self.mapping[arena.file_id] = arena
@@ -354,12 +354,17 @@ class PrefillMachine:
             if not self._flies(request_id, epoch):
                 self._send(peer, WriterStopped(request_id, epoch))
             return
-        self._end(job, Reason.CLIENT_CANCELLED, "revoked")
+        self._end(job, None, "revoked")
 
     def _flies(self, request_id: str, epoch: int) -> bool:
         return any(job.key == (request_id, epoch) for _, job in self.flying)
 
-    def _end(self, job: Job, reason: Reason, text: str) -> None:
+    def _cancel(self, request_id: str, epoch: int, reason: Reason | None) -> None:
+        job = self.jobs.get(request_id)
+        if job is not None and job.epoch <= epoch:
+            self._end(job, reason, "cancelled")
+
+    def _end(self, job: Job, reason: Reason | None, text: str) -> None:
         """Stop working on ``job``: at once, or when its chunk has returned."""
         self._note("cancelled", job, reason=reason, message=text)
         if self._flies(*job.key):
