@@ -43,7 +43,8 @@ def member(peer: Peer) -> Member:
 
 
 def spec(request_id: str = "r1", *, deadline_ms: int = 600_000) -> RequestSpec:
-    prompt = bytes(range(256)) * 4
+    # Every value of a byte, in 256 ids below 2**31.
+    prompt = b"".join(bytes((byte, 255 - byte, 10, 0)) for byte in range(256))
     return RequestSpec(request_id, GATEWAY, prompt, SamplingParams(seed=1), 16, deadline_ms)
 
 
