@@ -10,6 +10,9 @@ PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 BATON := $(VENV_PYTHON) -m baton.cli.main
 PYTEST := $(VENV_PYTHON) -m pytest
+# Looking at a cluster installs nothing.
+NOTHING := "nothing installed, nothing runs; start with make run or make up"
+INSTALLED := if [ ! -e .venv/stamp.baton ]; then echo $(NOTHING) >&2; exit 1; fi
 # mypy finds only one root of a namespace by itself.
 PACKAGES := $(addprefix -p baton.,$(notdir $(patsubst %/__init__.py,%,$(wildcard */baton/*/__init__.py))))
 
@@ -29,19 +32,19 @@ up: install model ## start a cluster in the background, under supervisor
 
 .PHONY: down
 down: ## stop it, and say so if anything is left behind
-	@if [ -x $(VENV_PYTHON) ]; then exec $(BATON) down; else echo "nothing installed, nothing runs"; fi
+	@if [ -e .venv/stamp.baton ]; then exec $(BATON) down; else echo $(NOTHING); fi
 
 .PHONY: status
-status: install ## show processes, leases, blocks and queues
-	@exec $(BATON) status
+status: ## show processes, leases, blocks and queues
+	@$(INSTALLED); exec $(BATON) status
 
 .PHONY: chat
-chat: install ## talk to the running cluster in the terminal
-	@exec $(BATON) chat
+chat: ## talk to the running cluster in the terminal
+	@$(INSTALLED); exec $(BATON) chat
 
 .PHONY: logs
-logs: install ## print the newest lines of all logs
-	@exec $(BATON) logs
+logs: ## print the newest lines of all logs
+	@$(INSTALLED); exec $(BATON) logs
 
 # --- proving ------------------------------------------------------------------------------------
 

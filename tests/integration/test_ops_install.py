@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -55,3 +57,16 @@ def test_the_lock_files_pin_every_dependency_exactly_and_leave_torch_out() -> No
     assert len(names) == len(set(names))
     assert "torch" not in names
     assert not [name for name in names if name.startswith(("nvidia", "cuda", "triton"))]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not on this machine")
+@pytest.mark.parametrize(("target", "code"), [("status", 2), ("chat", 2), ("logs", 2), ("down", 0)])
+def test_looking_at_a_cluster_installs_nothing(target: str, code: int, tmp_path: Path) -> None:
+    """In a fresh checkout nothing runs: said at once, not after minutes of downloads."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    done = subprocess.run(
+        ["make", target], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == code
+    assert "nothing runs" in done.stdout + done.stderr
+    assert not (tmp_path / ".venv").exists()
