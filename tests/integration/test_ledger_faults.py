@@ -242,18 +242,50 @@ def test_forgotten_scripts_are_loaded_again_in_order(
     run(test)
 
 
-def test_a_key_of_the_wrong_type_is_reported_as_a_bug(
+def test_a_key_that_somebody_else_wrote_ends_nobody(
     server: LedgerServer, admin: redis.Redis
 ) -> None:
-    """A script that cannot run is not an outage: the process is told, the caller answered."""
+    """Calls that meet a key of another type are answered Unavailable until it is gone."""
 
     async def test() -> None:
         bugs: list[BaseException] = []
         ledger = RedisLedger(server.url, "t", LIMITS, bugs.append)
         await ledger.start()
-        admin.set(Keys("t").request("odd"), "x")
-        assert isinstance(await ask(ledger, life("odd")[0]), Unavailable)
-        assert "AdmitRequest" in str(bugs[0])
+        keys = Keys("t")
+        for key, op in (
+            (keys.request("odd"), life("odd")[0]),
+            (keys.leases, AcquireLease(member(DECODE), TTL)),
+            (keys.meta, AcquireLease(member(DECODE), TTL)),
+            (keys.members, AcquireLease(member(DECODE), TTL)),
+        ):
+            admin.delete(key)
+            admin.set(key, "x")
+            assert isinstance(await ask(ledger, op), Unavailable)
+            admin.delete(key)
+            assert not isinstance(await ask(ledger, op), Unavailable)
+        assert bugs == []
+        await ledger.close()
+
+    run(test)
+
+
+def test_a_member_that_cannot_be_read_is_nobody(server: LedgerServer, admin: redis.Redis) -> None:
+    """A record of another version beside ours ends no process: the others see each other."""
+
+    async def test() -> None:
+        bugs: list[BaseException] = []
+        ledger = RedisLedger(server.url, "t", LIMITS, bugs.append)
+        await ledger.start()
+        keys = Keys("t")
+        admin.hset(keys.members, "decode-9/5", b"\xc1\xff of the future")
+        admin.zadd(keys.leases, {"decode-9/5": 1, "nobody": 1, b"\xff/x": 1})
+        for peer in (DECODE, ROUTER):
+            assert isinstance(await ask(ledger, AcquireLease(member(peer), TTL)), LeaseHeld)
+        await asyncio.sleep(1.2 * TTL / 1000)  # those who are nobody expire meanwhile
+        held = await ask(ledger, AcquireLease(member(DECODE), TTL))
+        assert isinstance(held, LeaseHeld)
+        assert member(DECODE) in held.members
+        assert bugs == []
         await ledger.close()
 
     run(test)

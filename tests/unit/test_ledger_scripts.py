@@ -17,6 +17,7 @@ from baton.ports.ledger import (
     Conflict,
     Done,
     EndRequest,
+    LeaseHeld,
     LeaseLost,
     PlaceRequest,
     ReleaseLease,
@@ -94,6 +95,8 @@ def test_a_pool_that_would_break_the_hash_tag_is_refused(pool: str) -> None:
         ([b"conflict"], Conflict(0, None)),
         ([b"conflict", 3, b"decoding", b""], Conflict(3, S.DECODING)),
         ([b"lost", b"abc"], LeaseLost("abc")),
+        ([b"held", b"id", 0, 2, b"nobody", b"\xff/x"], LeaseHeld("id", False, (), ())),
+        ([b"held", b"id", 0, 0, b"\xc1"], LeaseHeld("id", False, (), ())),
     ],
 )
 def test_replies_are_read(reply: RespReply, wanted: object) -> None:
@@ -111,8 +114,6 @@ def test_replies_are_read(reply: RespReply, wanted: object) -> None:
         [b"done", b"1", b"placed", 1],
         [b"done", 1, b"napping", 1],
         [b"conflict", 1, b"completed", b"\xc1"],
-        [b"held", b"id", 0, 1, b"no-incarnation"],
-        [b"held", b"id", 0, 0, b"\xc1"],
     ],
 )
 def test_anything_else_is_a_bug_and_says_so(reply: RespReply) -> None:

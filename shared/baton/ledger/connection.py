@@ -39,8 +39,9 @@ RECONNECT_CODES = frozenset(
         "WRONGPASS",
     }
 )
-#: These are refusals of one command by a server that goes on.
-REFUSAL_CODES = frozenset(["OOM", "BUSY", "MISCONF", "NOREPLICAS", "TRYAGAIN"])
+#: These are refusals of one command by a server that goes on. WRONGTYPE: somebody else has written
+#: to a key of ours; all processes ending over it would not mend it.
+REFUSAL_CODES = frozenset(["OOM", "BUSY", "MISCONF", "NOREPLICAS", "TRYAGAIN", "WRONGTYPE"])
 
 _CODE = re.compile(r"\b(" + "|".join(sorted(RECONNECT_CODES | REFUSAL_CODES)) + r")\b")
 

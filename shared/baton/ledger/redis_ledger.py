@@ -36,7 +36,7 @@ OnAnswer = Callable[[Reply | Unavailable], None]
 
 
 class ScriptFailed(Exception):
-    """A script raised: a bug in it, or somebody changed the type of our keys."""
+    """A script raised: a bug in it."""
 
 
 @dataclass(slots=True, eq=False)

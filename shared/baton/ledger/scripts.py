@@ -152,19 +152,22 @@ class Scribe:
 
 
 @lru_cache(maxsize=512)
-def _member(data: bytes) -> Member:
+def _member(data: bytes) -> Member | None:
     # Every renewal of every process brings all members: the same bytes again and again.
-    return _member_decoder.decode(data)
+    try:
+        return _member_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
-def _peer(text: str) -> Peer:
-    worker_id, _, incarnation = text.rpartition("/")
-    return Peer(worker_id, int(incarnation))
+def _peer(word: RespReply) -> Peer | None:
+    worker_id, _, incarnation = _text(word).rpartition("/")
+    return Peer(worker_id, int(incarnation)) if incarnation.isdecimal() else None
 
 
 def _text(word: RespReply) -> str:
     assert isinstance(word, bytes)
-    return word.decode()
+    return word.decode(errors="replace")
 
 
 def read_reply(reply: RespReply) -> Reply:
@@ -192,9 +195,17 @@ def _read(reply: RespReply) -> Reply:
         case [b"lost", ledger_id]:
             return LeaseLost(_text(ledger_id))
         case [b"held", ledger_id, int(rebuilding), int(lost_len), *rest]:
-            lost = tuple(sorted(_peer(_text(word)) for word in rest[:lost_len]))
-            members = [_member(word) for word in rest[lost_len:] if isinstance(word, bytes)]
+            # Who cannot be read is of another version, or nobody: no peer of ours, and no reason
+            # for all who can be read to end.
+            lost = (_peer(word) for word in rest[:lost_len])
+            words = (word for word in rest[lost_len:] if isinstance(word, bytes))
+            members = [member for word in words if (member := _member(word)) is not None]
             members.sort(key=lambda member: member.peer)
-            return LeaseHeld(_text(ledger_id), bool(rebuilding), tuple(members), lost)
+            return LeaseHeld(
+                _text(ledger_id),
+                bool(rebuilding),
+                tuple(members),
+                tuple(sorted(peer for peer in lost if peer is not None)),
+            )
         case _:
             raise ValueError("unknown form")
