@@ -64,9 +64,26 @@ def test_every_way_gives_the_reference(cluster: OpsCluster) -> None:
     assert cached == [(len(p["prompt"]) - 1) // 16 * 16 for p in chosen]
     together = complete_all(cluster.port, "m", [p["prompt"] for p in chosen[:8]], **fields)
     assert [a.ids for a in together] == [a.ids for a in solo[:8]]
-    assert metric(cluster.port, "baton_kv_copied_bytes_total") == 0
     split = cluster.environ["BATON_CLUSTER_MODE"] == "split"
     assert (metric(cluster.port, "baton_handovers_total") > 0) == split
+
+
+def test_kv_travels_through_no_socket(cluster: OpsCluster) -> None:
+    """(141) A prompt's KV is written once, into decode's memory: links carry a fraction of it."""
+    prompt = list(range(1_000, 1_800))
+
+    def sent() -> float:
+        return metric(cluster.port, "baton_link_sent_bytes_total")
+
+    before, kv_before = sent(), metric(cluster.port, "baton_handover_bytes_total")
+    idle_from = sent()
+    complete(cluster.port, "m", prompt, max_tokens=1)
+    spent, kv = sent() - before, metric(cluster.port, "baton_handover_bytes_total") - kv_before
+    reading = idle_from - before  # asking for the metrics goes over the links as well
+    if cluster.environ["BATON_CLUSTER_MODE"] == "split":
+        assert kv == 50 * 30 * 2 * 16 * 3 * 64 * 4
+    # A report of four processes is about 200 KB; the prompt's KV is 37 MB.
+    assert spent - 2 * reading < 64_000, (spent, reading)
 
 
 def test_same_seed_gives_the_same_text(cluster: OpsCluster) -> None:

@@ -232,7 +232,7 @@ def test_a_request_waits_for_memory_and_is_refused_in_time() -> None:
     play = Router(queue_deadline_ms=10_000)
     play.ready(D, free=1)
     play.admit(spec())
-    assert play.wait(9.0) == []
+    assert play.wait(10.0) == []
     said = play.wait(2.0)
     assert len(said) == 1
     assert sent(G, RequestRefused, reason=Reason.OVERLOADED).matches(said[0])
@@ -385,7 +385,7 @@ def test_a_request_that_nobody_takes_over_fails_in_time() -> None:
     play.place(spec(), prefill=None)
     play.lose(D, FENCE)
     play.retried()
-    said = play.wait(9.0)
+    said = play.wait(10.0)
     outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.WORKER_LOST)
     assert len(said) == 1 and sent(G, RequestFailed, epoch=2, outcome=outcome).matches(said[0])
 
@@ -399,7 +399,7 @@ def test_a_verdict_counts_at_a_gateway_that_was_fenced(phase: str) -> None:
     if phase == "retrying":
         play.fenced(call(RetryRequest))
         play.answered(Unavailable("down"))
-    said = [each for each in play.wait(9.0) if isinstance(each, Send)]
+    said = [each for each in play.wait(10.0) if isinstance(each, Send)]
     assert len(said) == 1 and sent(G, RequestFailed, epoch=2).matches(said[0])
 
 
@@ -579,7 +579,7 @@ def test_a_request_that_needs_its_gateway_ends_without_it_in_time() -> None:
     play = Router()
     _drive(play, "fencing")
     play.lose(G)
-    assert [call(EndRequest).matches(each) for each in play.wait(9.0)] == [True]
+    assert [call(EndRequest).matches(each) for each in play.wait(10.0)] == [True]
     assert not play.machine.state.entries
 
 

@@ -41,7 +41,7 @@ def test_counts_with_constant_labels() -> None:
     bucket = "baton_inter_token_latency_seconds_bucket"
     assert sample(text, bucket, le="0.003", **labels) == 0
     assert sample(text, bucket, le="0.004", **labels) == 1
-    assert sample(text, "baton_kv_copied_bytes_total", **labels) == 0
+    assert sample(text, "baton_integrity_failures_total", **labels) == 0
     cpu = sample(text, "process_cpu_seconds_total", **labels)
     assert cpu is not None
     assert cpu > 0
@@ -137,5 +137,5 @@ def test_everything_in_the_catalogue_is_measured() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 named.add(node.value.partition(":")[0])
     # On one host nothing copies KV, so nobody counts it.
-    unmeasured = set(CATALOGUE) - named - {"kv_copied_bytes_total"}
+    unmeasured = set(CATALOGUE) - named
     assert unmeasured == set()

@@ -39,7 +39,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests that may be placed before one that waits for memory; then it is next."""
     ledger_wait_ms: int = 3_000
     """An admission that the ledger does not confirm in this time is refused."""
-    recovery_ms: int = 8_000
+    recovery_ms: int = 9_500
     """A request whose worker died and that could not be placed again in this time fails."""
     attempts_max: int = 3
     """After that many attempts a request fails as ``attempts_exhausted``."""

@@ -136,10 +136,6 @@ _ALL = (
     _histogram("handover_seconds", "From prefill's last write to decode's admission of it.", SHORT),
     _counter("handover_bytes_total", "KV bytes that prefill wrote into decode's arena."),
     _counter("handovers_total", "Hand-overs that decode admitted."),
-    _counter(
-        "kv_copied_bytes_total",
-        "KV bytes copied between prefill's and decode's attention; stays 0 on one host.",
-    ),
     _histogram("verify_seconds", "Checking the checksums of one announcement.", SHORT),
     _counter("integrity_failures_total", "Blocks whose bytes did not match their checksum."),
     _counter("stale_messages_total", "Messages refused by epoch, owner or index.", kind=STALE),
@@ -164,6 +160,7 @@ _ALL = (
     _counter("leases_lost_total", "Leases of this process that ended unasked."),
     _counter("frames_dropped_total", "Frames that were not handled.", reason=DROPPED),
     _counter("link_events_total", "Dials and sends that did not go through.", kind=LINK_EVENTS),
+    _counter("link_sent_bytes_total", "Bytes put on links; KV never travels there."),
     _counter("peers_lost_total", "Links that ended.", reason=LOST),
     _counter("peers_refused_total", "Processes refused because the pair does not fit."),
     _gauge("peers", "Open links."),

@@ -194,6 +194,7 @@ class Shell:
             context.member, limits, lambda word: count_frame(context.metrics, word), bug
         )
         context.ledger, context.transport = ledger, transport
+        self._transport, self._sent_told = transport, 0
         self._driver = self._make_driver(service.machine, service.executors)
         await ledger.start(LEDGER_PATIENCE_S)
         await transport.start(self._membership.on_transport)
@@ -271,6 +272,9 @@ class Shell:
         context, machine = self._context, self._service.machine
         if kind == "metrics":
             context.metrics.gauges(machine.gauges())
+            sent = self._transport.sent_bytes
+            context.metrics.measure("link_sent_bytes_total", sent - self._sent_told)
+            self._sent_told = sent
             return context.metrics.render()
         if kind == "status":
             uptime_s = self._clock.now() - self._started_at

@@ -60,6 +60,8 @@ class ZmqTransport(Shell):
     ) -> None:
         super().__init__(member, limits, on_count)
         self._on_bug = on_bug
+        self.sent_bytes = 0
+        """Put on sockets so far, headers and bodies."""
         self._loop: asyncio.AbstractEventLoop
         self._context: zmq.Context[_Socket]
         self._lock: EndpointLock | None = None
@@ -273,6 +275,7 @@ class ZmqTransport(Shell):
             return False
         try:
             socket.send_multipart(parts, zmq.DONTWAIT)
+            self.sent_bytes += len(header) + len(frame.body)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
