@@ -799,6 +799,19 @@ def test_only_the_blamed_rows_of_a_failed_step_end() -> None:
 # --- life ---------------------------------------------------------------------------------------
 
 
+def test_a_request_that_came_and_went_between_two_statuses_is_told() -> None:
+    """The router counts its blocks until the next status, which must not wait for the beat."""
+    play = Decode()
+    for request_id in ("a", "b"):
+        told = len(play.messages(WorkerStatus))
+        play.local(spec(request_id, tokens=2, max_tokens=1))
+        play.stepped((50,), Like(CallLedger), sent(G, TokenChunk))
+        play.hear(G, RequestEnded(request_id, 1, Outcome(Ending.COMPLETED)))
+        play.wait(0.06)
+        assert len(play.messages(WorkerStatus)) > told
+        assert play.messages(WorkerStatus)[-1].running == 0
+
+
 def test_a_suspect_worker_takes_nothing_new_and_goes_on_with_what_it_has() -> None:
     """A lease permits new work and transitions; stepping is safe without one."""
     play = Decode()

@@ -318,6 +318,18 @@ def test_the_queue_shrinks_with_every_cancel() -> None:
     assert play.messages(WorkerStatus)[-1].waiting == 6
 
 
+def test_a_prompt_that_came_and_went_between_two_statuses_is_told() -> None:
+    """The router counts it as waiting until the next status, which must not wait for the beat."""
+    play = Prefill()
+    for request_id in ("a", "b"):
+        told = len(play.messages(WorkerStatus))
+        play.start(spec(request_id, tokens=6))
+        play.returned(sent(D, PrefillCommitted))
+        play.wait(0.06)
+        assert len(play.messages(WorkerStatus)) > told
+        assert play.messages(WorkerStatus)[-1].waiting == 0
+
+
 def test_the_note_of_a_cancelled_prompt_has_the_cancels_reason() -> None:
     """A placement that decode refused is no client's cancel, and the log must not say so."""
     play = Prefill()

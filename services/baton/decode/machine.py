@@ -86,6 +86,8 @@ class DecodeMachine:
         self.drain_due: float | None = None
         self.exited = False
         self.arrivals = 0
+        self.placements = 0
+        """Heard of, taken in or not: a router counts each as load until the next status."""
         self.beat_at = 0.0
         self.beacon = Beacon(limits.lease_renew_ms / 1000, limits.status_pause_ms / 1000)
         self.commits: dict[tuple[str, int], float] = {}
@@ -184,6 +186,7 @@ class DecodeMachine:
     # --- taking in ----------------------------------------------------------------------------
 
     def _reserve(self, router: Peer, message: ReserveDecode, now: float) -> None:
+        self.placements += 1
         spec, epoch = message.spec, message.epoch
         known = self.state.sequences.get(spec.request_id)
         if known is not None and known.epoch >= epoch:
@@ -450,7 +453,8 @@ class DecodeMachine:
         """Tell the routers, at every beat and when what matters to placement has changed."""
         status = self.worker_status(now)
         # Growth alone is told with the next beat: the router is not on the token path.
-        if not self.beacon.must_tell((status.accepting, status.waiting, status.running), now):
+        load = (status.accepting, status.waiting, status.running, self.placements)
+        if not self.beacon.must_tell(load, now):
             return
         for peer, member in self.state.peers.items():
             if member.role is Role.ROUTER:

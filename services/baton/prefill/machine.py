@@ -91,6 +91,8 @@ class PrefillMachine:
         self.mapping: dict[str, ArenaRef] = {}
         #: Owners of mapped arenas that are over for good.
         self.gone: set[Peer] = set()
+        self.placements = 0
+        """Heard of, taken in or not: a router counts each as load until the next status."""
         self.step = 0
         self.step_since: float | None = None
         self.flying: list[tuple[ChunkRow, Job]] = []
@@ -187,6 +189,7 @@ class PrefillMachine:
     # --- taking in ----------------------------------------------------------------------------
 
     def _assign(self, router: Peer, message: AssignPrefill, now: float) -> None:
+        self.placements += 1
         request_id, epoch = message.spec.request_id, message.epoch
         known = self.jobs.get(request_id)
         if known is not None and known.epoch >= epoch:
@@ -493,7 +496,7 @@ class PrefillMachine:
 
     def _report(self, now: float) -> None:
         status = self.worker_status(now)
-        if not self.beacon.must_tell((status.accepting, status.waiting), now):
+        if not self.beacon.must_tell((status.accepting, status.waiting, self.placements), now):
             return
         for peer, member in self.peers.items():
             if member.role is Role.ROUTER:
