@@ -201,3 +201,17 @@ def test_a_hello_of_a_process_that_cannot_be_does_no_harm(inbox: Inbox, pid: int
     stranger.send_multipart([header, frames.encode_hello(member)])
     inbox.world.until(lambda: peer in inbox.node.ups())
     inbox.unharmed()
+
+
+def test_an_inbox_whose_path_was_removed_is_found_again(inbox: Inbox) -> None:
+    """Somebody cleans up old files: links go on, and who comes later gets one as well."""
+    path = Path(inbox.node.member.endpoint.removeprefix("ipc://"))
+    for _ in range(2):
+        path.unlink()
+        inbox.world.until(path.exists)
+    assert path.stat().st_mode & 0o777 == 0o600
+    inbox.unharmed()
+    late = inbox.world.add("late", limits=LIMITS)
+    late.transport.dial(inbox.node.member)
+    inbox.world.until(lambda: inbox.node.peer in late.ups())
+    inbox.unharmed()

@@ -74,7 +74,7 @@ LINK_EVENTS = _values(
     (
         *("dial_bad_endpoint", "dial_forgotten", "dial_no_endpoint", "dial_over"),
         *("dial_unanswered", "send_no_link", "send_refused", "watch_impossible"),
-        "watchdog_rescued",
+        *("endpoint_bound_again", "watchdog_rescued"),
     )
 )
 STALE = _values(("epoch", "incarnation", "index", "unknown"))

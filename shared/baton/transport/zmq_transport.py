@@ -261,7 +261,26 @@ class ZmqTransport(Shell):
             if not will_be_read and sockets.readable(socket):
                 self._on_count("watchdog_rescued")
                 self._read_soon(socket)
+        self._mind_endpoint()
         self._watchdog = self._loop.call_later(WATCHDOG_S, self._guarded, self._look_after)
+
+    def _mind_endpoint(self) -> None:
+        """Somebody removed the inbox's path (a cleaner of old files): nobody new would find it.
+
+        Bound once more beside the first time: to unbind would let ZeroMQ's thread remove the new
+        path as if it were the old one.
+        """
+        endpoint = self.member.endpoint
+        if self._inbox is None or not endpoint.startswith(IPC):
+            return
+        path = Path(endpoint.removeprefix(IPC))
+        if path.exists():
+            return
+        # Fails as long as its directory is gone as well.
+        with contextlib.suppress(zmq.ZMQError, OSError):
+            self._inbox.bind(endpoint)
+            path.chmod(0o600)
+            self._on_count("endpoint_bound_again")
 
     # --- writing ---
 
