@@ -148,3 +148,14 @@ def test_a_client_that_pipelined_and_left_cancels(cluster: GatewayCluster) -> No
     cluster.wait_until(lambda: bool(cluster.works) and cluster.only_work().sent > 2)
     raw.close()
     cluster.wait_until(lambda: cluster.only_work().ended is not None)
+
+
+def test_an_end_without_a_drain_leaves_nobody_without_an_outcome(cluster: GatewayCluster) -> None:
+    """The machine is stopped already: the streams and the waiting hear of it all the same."""
+    streamed, whole = post(cluster, stream=True), post(cluster, stream=False)
+    with streamed, whole:
+        read_until(streamed, b'"text":"', 2)
+        cluster.wait_until(lambda: len(cluster.works) == 2)
+        cluster.call(cluster.exchange.close)
+        read_until(streamed, b'"code":"draining"')
+        read_until(whole, b'"code":"draining"')

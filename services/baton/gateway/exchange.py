@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from baton.core.outcomes import Reason
+from baton.core.outcomes import Ending, Outcome, Reason
 from baton.gateway.vocabulary import (
     ClientGone,
     Deliver,
@@ -71,6 +71,16 @@ class Exchange:
         for request_id in request_ids:
             if self._streams.pop(request_id, None) is not None:
                 self._post(ClientGone(request_id, reason))
+
+    def close(self) -> None:
+        """The process ends, for whatever reason: nobody is left without an outcome."""
+        outcome = Outcome(
+            Ending.FAILED,
+            reason=Reason.DRAINING,
+            message="the gateway shut down before the answer was complete",
+        )
+        for request_id in list(self._streams):
+            self.execute(End(request_id, outcome))
 
     async def reports(self, kind: str) -> dict[str, bytes]:
         """Return every linked process's report, by worker id (the machine bounds the wait)."""

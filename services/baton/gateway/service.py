@@ -58,6 +58,7 @@ def build(context: Context) -> Service:
         context.log.info("listening", address=server.address)
 
     async def stop() -> None:
+        exchange.close()
         for server in servers:
             await server.close()
 
