@@ -86,7 +86,7 @@ def test_an_answer_carries_the_acknowledgement() -> None:
         pair.b.send(b"answer")
         pair.clock.run_for(0.002)
     assert pair.count(Kind.ACK) == 0
-    pair.clock.run_for(0.05)
+    pair.clock.run_for(0.15)
     assert pair.count(Kind.ACK) == 1
 
 
@@ -100,7 +100,7 @@ def test_a_message_is_acknowledged_only_after_it_was_handled() -> None:
     assert frame.ack == 0
     assert link.next_frame(0.1) is None
     link.handled(1, 0.1)
-    frame = link.next_frame(0.121)
+    frame = link.next_frame(0.201)
     assert frame is not None
     assert (frame.kind, frame.ack) == (Kind.ACK, 1)
 

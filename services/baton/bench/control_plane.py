@@ -7,6 +7,7 @@ the number of tokens show that no ledger call belongs to a token.
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from baton.bench.cluster import BenchCluster, bench_cluster
 from baton.bench.figures import table
@@ -21,10 +22,10 @@ def measure(*, requests: int) -> dict[str, object]:
     with bench_cluster(BATON_ENGINE_KIND="fake", BATON_ARENA_SIZE_MB="64") as cluster:
         _requests(cluster, 10, tokens=2, seed=1)
         idle = _idle(cluster)
-        runs = {
-            str(tokens): _cost(cluster, requests, tokens, seed=tokens * 10_000, idle=idle)
-            for tokens in (2, 64)
-        }
+        runs = [
+            _cost(cluster, requests, tokens, at_once, idle)
+            for tokens, at_once in ((2, 1), (64, 1), (2, 8), (64, 8))
+        ]
     return {"idle_cpu_share": idle, "runs": runs}
 
 
@@ -45,11 +46,20 @@ def _idle(cluster: BenchCluster) -> dict[str, float]:
 
 
 def _cost(
-    cluster: BenchCluster, count: int, tokens: int, *, seed: int, idle: dict[str, float]
+    cluster: BenchCluster, count: int, tokens: int, at_once: int, idle: dict[str, float]
 ) -> dict[str, object]:
     cpu_before, began = _cpu(cluster), time.monotonic()
     calls_before = cluster.counts_by_label("baton_ledger_calls_total", "op")
-    _requests(cluster, count, tokens=tokens, seed=seed)
+    seed = tokens * 100_000 + at_once * 10_000
+    with ThreadPoolExecutor(at_once) as pool:
+        shares = [count // at_once] * at_once
+        jobs = [
+            pool.submit(_requests, cluster, share, tokens=tokens, seed=seed + 1_000 * number)
+            for number, share in enumerate(shares)
+        ]
+        for job in jobs:
+            job.result()
+    count = sum(shares)
     seconds = time.monotonic() - began
     calls_after = cluster.counts_by_label("baton_ledger_calls_total", "op")
     cpu = {
@@ -61,7 +71,14 @@ def _cost(
         for op, value in calls_after.items()
         if op not in LEASE_OPS
     }
-    return {"requests": count, "cpu_ms_per_request": cpu, "ledger_calls_per_request": calls}
+    return {
+        "tokens": tokens,
+        "at_once": at_once,
+        "requests": count,
+        "seconds": seconds,
+        "cpu_ms_per_request": cpu,
+        "ledger_calls_per_request": calls,
+    }
 
 
 def _requests(cluster: BenchCluster, count: int, *, tokens: int, seed: int) -> None:
@@ -76,15 +93,17 @@ def page(result: dict[str, object]) -> str:
     """Return the table."""
     rows = []
     runs, idle = result["runs"], result["idle_cpu_share"]
-    assert isinstance(runs, dict)
+    assert isinstance(runs, list)
     assert isinstance(idle, dict)
-    for tokens, figures in runs.items():
+    for figures in runs:
         cpu, calls = figures["cpu_ms_per_request"], figures["ledger_calls_per_request"]
         words = ", ".join(f"{op} {value:.2f}" for op, value in sorted(calls.items()) if value)
         rows.append(
             (
-                tokens,
+                figures["tokens"],
+                figures["at_once"],
                 figures["requests"],
+                round(figures["requests"] / figures["seconds"], 1),
                 round(cpu["router-0"], 2),
                 round(cpu["gateway-0"], 2),
                 round(sum(calls.values()), 2),
@@ -93,7 +112,9 @@ def page(result: dict[str, object]) -> str:
         )
     header = (
         "output tokens",
+        "at once",
         "requests",
+        "requests/s",
         "router CPU ms/request",
         "gateway CPU ms/request",
         "ledger calls/request",

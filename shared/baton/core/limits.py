@@ -71,7 +71,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A peer that leaves more messages unacknowledged is reported lost."""
     link_hwm: int = 1_000
     """ZeroMQ's own high-water mark per socket; the link resends what did not fit."""
-    link_ack_ms: int = 20
+    link_ack_ms: int = 100
     """Longest wait before received messages are acknowledged."""
     link_resend_ms: int = 250
     """First wait before an unacknowledged message is sent again; doubles up to 2 s."""

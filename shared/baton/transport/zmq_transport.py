@@ -323,7 +323,8 @@ class ZmqTransport(Shell):
         self._timer = None
         # After a time without the CPU, what came meanwhile is heard before anybody is judged.
         for socket in list(self._routes):
-            if sockets.readable(socket):
+            # Reading one may have closed another: a dial that was given up for the other's.
+            if socket in self._routes and sockets.readable(socket):
                 self._read(socket)
         self._tick()
         self._pump()
