@@ -100,7 +100,7 @@ class Process:
         limits, size = cluster.limits, cluster.layout.block_size
         root = chain_root(repr(cluster.compat))
         if self.role is Role.ROUTER:
-            return RouterMachine(self.me, limits)
+            return RouterMachine(self.me, limits, split=bool(cluster.prefills))
         if self.role is Role.GATEWAY:
             return GatewayMachine(self.me, limits, "split" if cluster.prefills else "colocated")
         self.engine = FakeEngine(cluster.info, cluster.layout, sleep=lambda seconds: None)

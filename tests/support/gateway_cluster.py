@@ -44,6 +44,7 @@ from baton.runtime.settings import GatewayConfig
 from baton.wire.messages import (
     AnyMessage,
     FenceRequest,
+    PoolStatus,
     ReadReport,
     Report,
     RequestEnded,
@@ -245,6 +246,7 @@ class GatewayCluster:
         self.driver.feed(LeaseChanged(LeaseState.HELD))
         for peer, role in self.workers:
             self.driver.feed(PeerUp(member(peer, role)))
+        self.driver.feed(Received(ROUTER, PoolStatus(serving=True)))
         self.server = GatewayServer(self.serving)
         await self.server.start()
 

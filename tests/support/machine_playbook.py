@@ -20,7 +20,7 @@ from baton.core.sampling import SamplingParams
 from baton.ports.driving import Measure, Note, Send
 from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.runtime.catalogue import CATALOGUE
-from baton.wire.messages import RequestSpec, WorkerStatus
+from baton.wire.messages import PoolStatus, RequestSpec, WorkerStatus
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class Playbook:
 
 def _aside(command: object) -> bool:
     if isinstance(command, Send):
-        return isinstance(command.message, WorkerStatus)
+        return isinstance(command.message, WorkerStatus | PoolStatus)
     return isinstance(command, Note | Measure) or type(command).__name__ == "MarkBlocks"
 
 

@@ -31,6 +31,7 @@ from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.runtime.catalogue import CATALOGUE
 from baton.wire.messages import (
     FenceRequest,
+    PoolStatus,
     ReadReport,
     Report,
     RequestEnded,
@@ -680,13 +681,23 @@ def test_readiness_names_what_is_missing() -> None:
         assert unready is not None
         assert unready[0] is missing
         talk.feed(up(peer))
+    # All are linked here; whether they have met each other the router knows.
+    assert talk.machine.unready() == (Reason.NO_ROUTER, "the router has not said yet what it has")
+    talk.hear(R0, PoolStatus(False, Reason.NO_PREFILL_WORKER, "not mapped"))
+    assert talk.machine.unready() == (Reason.NO_PREFILL_WORKER, "not mapped")
+    talk.hear(R0, PoolStatus(True))
     assert talk.machine.unready() is None
     talk.feed(LeaseChanged(LeaseState.SUSPECT))
     unready = talk.machine.unready()
     assert unready is not None
     assert unready[0] is Reason.LEDGER_UNAVAILABLE
     colocated = GatewayMachine(ME, Limits(), "colocated")
-    for event in (LeaseChanged(LeaseState.HELD), up(R0), up(D0)):
+    for event in (
+        LeaseChanged(LeaseState.HELD),
+        up(R0),
+        up(D0),
+        Received(R0, PoolStatus(True)),
+    ):
         colocated.handle(event, 0.0)
     assert colocated.unready() is None
 

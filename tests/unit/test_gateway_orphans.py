@@ -67,7 +67,7 @@ def test_a_request_whose_router_is_lost_and_whose_decode_is_silent_fails_in_time
     play = placed()
     play.hear(D, token(0), Like(Deliver))
     play.lose(R, gone=True)
-    ends = [each for each in play.wait(9.0) if isinstance(each, End)]
+    ends = [each for each in play.wait(10.0) if isinstance(each, End)]
     assert len(ends) == 1 and ends[0].outcome.reason is Reason.WORKER_LOST
 
 
@@ -77,7 +77,7 @@ def test_a_worker_that_is_back_makes_nothing_good_without_a_router() -> None:
     play.lose(R, gone=True)
     play.lose(D)
     play.up(D, Role.DECODE)
-    ends = [each for each in play.wait(9.0) if isinstance(each, End)]
+    ends = [each for each in play.wait(10.0) if isinstance(each, End)]
     assert len(ends) == 1 and ends[0].outcome.ending is Ending.FAILED
 
 
@@ -87,7 +87,7 @@ def test_a_fenced_request_may_wait_for_memory_as_long_as_its_router_lives() -> N
     play.hear(R, FenceRequest("r", 2), sent(R, RequestFenced))
     assert play.wait(60.0) == []
     play.lose(R, gone=True)
-    assert any(isinstance(each, End) for each in play.wait(9.0))
+    assert any(isinstance(each, End) for each in play.wait(10.0))
 
 
 def test_a_router_that_will_not_take_over_is_not_waited_for() -> None:
@@ -99,7 +99,7 @@ def test_a_router_that_will_not_take_over_is_not_waited_for() -> None:
     play = placed(R1)
     play.lose(R, sent(R1, SubmitRequest), gone=True)
     play.hear(R1, RequestRefused("r", Reason.OVERLOADED, "full"))
-    assert any(isinstance(each, End) for each in play.wait(9.0))
+    assert any(isinstance(each, End) for each in play.wait(10.0))
 
 
 def test_an_end_that_a_lost_link_took_along_is_said_again() -> None:

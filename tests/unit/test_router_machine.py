@@ -27,6 +27,7 @@ from baton.wire.messages import (
     CancelWork,
     DecodeReserved,
     FenceRequest,
+    PoolStatus,
     RequestEnded,
     RequestFailed,
     RequestFenced,
@@ -74,6 +75,7 @@ class Router(Playbook):
         status: dict[str, Any] = {"accepting": True, "block_size": SIZE, **f}
         if ROLES[worker] is Role.DECODE:
             status |= {"blocks_total": blocks, "blocks_free": blocks if free is None else free}
+            status = {"writers": (P, P1), **status}
         self.hear(worker, WorkerStatus(**status), *expected)
 
     def submit(self, spec: RequestSpec, *expected: object) -> None:
@@ -612,3 +614,47 @@ def test_a_drain_ends_in_time() -> None:
     play.feed(DrainRequested())
     assert play.wait(0.9) == []
     assert play.wait(0.2) == [Exit(0, "drained")]
+
+
+# --- what gateways are told of the pool -----------------------------------------------------------
+
+
+def _pool(play: Router) -> PoolStatus:
+    return play.messages(PoolStatus, G)[-1]
+
+
+def test_the_pool_serves_when_a_pair_has_met() -> None:
+    """Linked workers are not enough: prefill must have mapped the memory it is to write into."""
+    play = Router(workers=())
+    assert _pool(play) == PoolStatus(False, Reason.NO_DECODE_WORKER, "no decode worker is ready")
+    play.ready(D, writers=())
+    assert _pool(play).reason is Reason.NO_PREFILL_WORKER
+    play.ready(P)
+    assert _pool(play).reason is Reason.NO_PREFILL_WORKER
+    play.ready(D, writers=(P,))
+    assert _pool(play) == PoolStatus(True)
+    play.lose(P)
+    assert _pool(play).reason is Reason.NO_PREFILL_WORKER
+
+
+def test_a_new_gateway_hears_of_the_pool_at_once() -> None:
+    """It would refuse everybody until the next change."""
+    play = Router()
+    other = Peer("gateway-1", 9)
+    play.up(other, Role.GATEWAY)
+    assert play.messages(PoolStatus, other) == [PoolStatus(True)]
+
+
+def test_nobody_is_placed_with_a_prefill_that_cannot_write_there() -> None:
+    """It waits for the pair to meet; if that does not happen decode computes the prompt itself."""
+    play = Router(workers=())
+    play.ready(P)
+    play.ready(D, writers=())
+    play.admit(spec())
+    said = play.wait(3.0)
+    assert [each.op.prefill for each in said if isinstance(each, CallLedger)] == [None]
+    play = Router(workers=())
+    play.ready(P)
+    play.ready(D, writers=())
+    play.admit(spec())
+    play.ready(D, call(PlaceRequest, prefill=P), writers=(P,))

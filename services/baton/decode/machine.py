@@ -453,7 +453,8 @@ class DecodeMachine:
         """Tell the routers, at every beat and when what matters to placement has changed."""
         status = self.worker_status(now)
         # Growth alone is told with the next beat: the router is not on the token path.
-        load = (status.accepting, status.waiting, status.running, self.placements)
+        counts = (status.waiting, status.running, self.placements)
+        load = (status.accepting, status.writers, *counts)
         if not self.beacon.must_tell(load, now):
             return
         for peer, member in self.state.peers.items():
@@ -477,6 +478,7 @@ class DecodeMachine:
             blocks_total=self.state.pool.total,
             blocks_free=self.state.pool.available(),
             block_size=self.state.block_size,
+            writers=tuple(sorted(self.handover.writers)),
             step=self.scheduler.step,
             step_age_ms=0 if since is None else int((now - since) * 1000),
         )

@@ -10,6 +10,7 @@ from typing import Literal
 
 from baton.core.ids import Member, Peer, Role
 from baton.core.outcomes import Reason
+from baton.wire.messages import PoolStatus
 
 Mode = Literal["split", "colocated"]
 
@@ -21,6 +22,7 @@ class Links:
         self._mode = mode
         self._members: dict[Peer, Member] = {}
         self._routers: list[Peer] = []
+        self._pools: dict[Peer, PoolStatus] = {}
         self._next = 0
 
     def __contains__(self, peer: object) -> bool:
@@ -40,6 +42,7 @@ class Links:
         member = self._members.pop(peer, None)
         if peer in self._routers:
             self._routers.remove(peer)
+            self._pools.pop(peer, None)
         return member.role if member is not None else None
 
     def role(self, peer: Peer) -> Role | None:
@@ -54,6 +57,11 @@ class Links:
         self._next += 1
         return self._routers[self._next % len(self._routers)]
 
+    def pool(self, router: Peer, status: PoolStatus) -> None:
+        """A router says whether it could place a request."""
+        if router in self._routers:
+            self._pools[router] = status
+
     def missing(self) -> tuple[Reason, str] | None:
         """Return which process a request would lack."""
         if not self._routers:
@@ -63,7 +71,13 @@ class Links:
             return Reason.NO_DECODE_WORKER, "no decode worker is connected"
         if self._mode == "split" and Role.PREFILL not in roles:
             return Reason.NO_PREFILL_WORKER, "no prefill worker is connected"
-        return None
+        # Who is linked is not who can serve: workers must have met each other as well.
+        pools = [self._pools[router] for router in self._routers if router in self._pools]
+        if any(pool.serving for pool in pools):
+            return None
+        if not pools:
+            return Reason.NO_ROUTER, "the router has not said yet what it has"
+        return pools[0].reason or Reason.NO_DECODE_WORKER, pools[0].message
 
     def check(self) -> None:
         """Assert the invariants."""

@@ -36,6 +36,7 @@ from baton.ports.ledger import EndRequest
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.wire.messages import (
     FenceRequest,
+    PoolStatus,
     Report,
     RequestEnded,
     RequestFailed,
@@ -256,6 +257,9 @@ class GatewayMachine:
                 )
             case RequestRefused():
                 return self._with_session(event, message.request_id, 1, now, self._refused)
+            case PoolStatus():
+                self._links.pool(event.peer, message)
+                return []
             case Report():
                 return self._reports.received(event.peer, message)
             case _:

@@ -27,6 +27,7 @@ from baton.router.verdicts import Verdicts
 from baton.wire.messages import (
     AnyMessage,
     DecodeReserved,
+    PoolStatus,
     RequestEnded,
     RequestFenced,
     SubmitRequest,
@@ -52,7 +53,9 @@ TICK_S = 0.05
 class RouterMachine:
     """One router. ``Machine[Event, Command]``."""
 
-    def __init__(self, me: Peer, limits: Limits, *, local_prefill_max_tokens: int = 0) -> None:
+    def __init__(
+        self, me: Peer, limits: Limits, *, split: bool = True, local_prefill_max_tokens: int = 0
+    ) -> None:
         placement = Placement(limits, local_prefill_max_tokens=local_prefill_max_tokens)
         self.state = State(me, limits, placement)
         self.verdicts = Verdicts(self.state)
@@ -60,6 +63,9 @@ class RouterMachine:
         self.admission = Admission(self.state, self.attempts)
         self.drain_due: float | None = None
         self.exited = False
+        self.split = split
+        self.pool: PoolStatus | None = None
+        """What the gateways were told last."""
         self.tick_at: float | None = None
 
     # --- Machine ------------------------------------------------------------------------------
@@ -68,6 +74,7 @@ class RouterMachine:
         self.state.commands = []
         self._dispatch(event, now)
         self.attempts.place_waiting(now)
+        self._tell_pool()
         if not self.state.entries:
             self.tick_at = None
         elif self.tick_at is None:
@@ -136,16 +143,28 @@ class RouterMachine:
                     Note("unexpected_message", {"kind": type(message).__name__}, "warning")
                 )
 
+    def _tell_pool(self) -> None:
+        """Tell the gateways whether a request could be served, when that has changed."""
+        missing = self.state.placement.missing(split=self.split)
+        if self.state.draining:
+            missing = Reason.DRAINING, "this router is draining"
+        status = PoolStatus(missing is None, *(missing or ()))
+        if status != self.pool:
+            self.pool = status
+            for gateway in sorted(self.state.gateways):
+                self.state.send(gateway, status)
+
     # --- peers and time -----------------------------------------------------------------------
 
     def _peer_up(self, member: Member, now: float) -> None:
         if member.role is Role.GATEWAY:
             self.state.gateways.add(member.peer)
+            self.pool = None  # the new one hears it with the next line, the others once more
             for entry in self.state.of_gateway(member.peer):
                 self.attempts.tell_again(entry, now)
         elif member.role in (Role.DECODE, Role.PREFILL):
             self.state.placement.workers[member.peer] = WorkerView(
-                member.peer, member.role, WorkerStatus(accepting=False)
+                member.peer, member.role, WorkerStatus(accepting=False), now
             )
 
     def _peer_lost(self, event: PeerLost, now: float) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from baton.core.ids import Peer, Role
 from baton.core.limits import Limits
+from baton.core.outcomes import Reason
 from baton.router.entry import AFFINITY_BLOCK_TOKENS, Entry
 from baton.wire.messages import WorkerStatus
 
@@ -27,6 +28,8 @@ class WorkerView:
     peer: Peer
     role: Role
     status: WorkerStatus
+    since: float
+    """When its link opened."""
     placed: int = 0
     """Given since the last status."""
     placed_blocks: int = 0
@@ -87,6 +90,20 @@ class Placement:
         """A worker is gone, and its prefixes with it: affinity names incarnations."""
         self.workers.pop(peer, None)
 
+    def missing(self, *, split: bool) -> tuple[Reason, str] | None:
+        """Return what a request would lack, whatever the load; ``split`` wants a prefill too."""
+        decodes = [view for view in self._accepting(Role.DECODE) if view.capacity_tokens]
+        if not decodes:
+            return Reason.NO_DECODE_WORKER, "no decode worker is ready"
+        if not split:
+            return None
+        prefills = {view.peer for view in self._accepting(Role.PREFILL)}
+        if not prefills:
+            return Reason.NO_PREFILL_WORKER, "no prefill worker is ready"
+        if not any(prefills & set(view.status.writers) for view in decodes):
+            return Reason.NO_PREFILL_WORKER, "no prefill worker has mapped decode's memory yet"
+        return None
+
     def choose(self, entry: Entry, now: float) -> Place | None:
         """Return where ``entry`` can start now, or ``None`` if it has to wait."""
         decodes = [view for view in self._usable(Role.DECODE, now) if self._fits(view, entry)]
@@ -97,8 +114,11 @@ class Placement:
         uncached = entry.tokens - self._cached(decode, entry) * AFFINITY_BLOCK_TOKENS
         if not self._accepting(Role.PREFILL) or uncached <= self.local_prefill_max_tokens:
             return Place(decode.peer, None)
+        paired = [view for view in prefills if view.peer in decode.status.writers]
+        if not paired and (now - decode.since) * 1000 > self.limits.lease_ttl_ms:
+            return Place(decode.peer, None)  # none of them can write there, and none will soon
         ahead = self.limits.prefill_ahead_max
-        free = [view for view in prefills if view.status.waiting + view.placed < ahead]
+        free = [view for view in paired if view.status.waiting + view.placed < ahead]
         if not free:
             return None
         prefill = min(

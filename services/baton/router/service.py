@@ -22,6 +22,7 @@ def build(context: Context) -> Service:
     machine = RouterMachine(
         context.me,
         config.limits,
+        split=config.cluster.mode == "split",
         local_prefill_max_tokens=config.router.local_prefill_max_tokens,
     )
     return Service(machine=machine, compat=model.compat, model_name=model.name)

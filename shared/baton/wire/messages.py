@@ -121,6 +121,15 @@ class RequestFailed(Message, frozen=True):
     outcome: Outcome
 
 
+class PoolStatus(Message, frozen=True):
+    """router -> gateway, when the link opens and with each change: could a request be served?"""
+
+    serving: bool
+    reason: Reason | None = None
+    """What is missing, if not."""
+    message: str = ""
+
+
 class FenceRequest(Message, frozen=True):
     """router -> gateway: from now on refuse every epoch below ``epoch``; say which ids you hold."""
 
@@ -223,6 +232,8 @@ class WorkerStatus(Message, frozen=True):
     blocks_free: Count = 0
     """FREE plus CACHED without a hold: what a reservation could get at once."""
     block_size: Count = 0
+    writers: tuple[Peer, ...] = ()
+    """Of decode: prefill incarnations whose lock on its arena was seen; others get no ticket."""
     step: Count = 0
     step_age_ms: Milliseconds = 0
     """Age of the step in flight, 0 if none."""
@@ -391,6 +402,7 @@ AnyMessage = (
     | RequestPlaced
     | RequestRefused
     | RequestFailed
+    | PoolStatus
     | FenceRequest
     | RequestFenced
     | RequestEnded
