@@ -20,7 +20,7 @@ BENCHES: dict[str, Bench] = {
     "handover": (lambda quick: handover.measure(repeats=2 if quick else 10), handover.page),
     "interference": (
         lambda quick: interference.measure(
-            calm_s=10 if quick else 30, disturbed_s=20 if quick else 60
+            calm_s=10 if quick else 20, disturbed_s=20 if quick else 36
         ),
         interference.page,
     ),

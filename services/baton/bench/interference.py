@@ -28,7 +28,7 @@ def measure(*, calm_s: float, disturbed_s: float) -> dict[str, object]:
 def _mode(mode: str, *, calm_s: float, disturbed_s: float) -> dict[str, object]:
     with bench_cluster(BATON_CLUSTER_MODE=mode) as cluster:
         complete(cluster, random_prompt(64, 1), 4)
-        background = Background(cluster, STREAMS, prompt_tokens=64, max_tokens=1500, seed=9_000_000)
+        background = Background(cluster, STREAMS, prompt_tokens=64, max_tokens=700, seed=9_000_000)
         time.sleep(5.0)  # all four past their own prefill
         calm_from = time.monotonic()
         time.sleep(calm_s)
