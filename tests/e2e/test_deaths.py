@@ -17,8 +17,8 @@ from support.ops_cluster import OpsCluster, ops_cluster, wait_until
 
 PROMPT = list(b"The quick brown fox jumps over the lazy dog. " * 8)
 TOKENS = 60
-#: 372 tokens in chunks of 64, 200 ms each.
-PREFILL_S = 1.2
+#: 372 tokens in chunks of 64, 300 ms each.
+PREFILL_S = 1.8
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def cluster() -> Iterator[OpsCluster]:
     """One prefill, one decode, slow enough to be hit in the middle."""
     with ops_cluster(
         BATON_MODEL_NAME="m",
-        BATON_FAKE_STEP_MS="10",
-        BATON_FAKE_PREFILL_MS="200",
+        BATON_FAKE_STEP_MS="20",
+        BATON_FAKE_PREFILL_MS="300",
         BATON_LIMITS_PREFILL_CHUNK_TOKENS="64",
         BATON_CHECK="1",
     ) as place:
