@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import orjson
@@ -61,7 +62,7 @@ async def answer_whole(request: Request, generation: Generation, form: WholeForm
         return
 
 
-class WholeFormat:
+class WholeFormat(ABC):
     """Collects parts and makes one answer of them."""
 
     def __init__(self) -> None:
@@ -74,9 +75,9 @@ class WholeFormat:
         whole.tokens += part.tokens
         whole.finish = part.finish or whole.finish
 
+    @abstractmethod
     def whole(self) -> bytes:
         """Return the answer's body."""
-        raise NotImplementedError
 
     def in_order(self) -> list[Part]:
         """Return the choices by index."""
