@@ -728,6 +728,27 @@ def test_a_pre_empted_prompt_goes_on_behind_what_is_still_cached() -> None:
     assert (row.request_id, row.start, len(row.token_ids)) == ("b", 16, 4)
 
 
+def test_several_short_prompts_share_one_chunk_oldest_first() -> None:
+    """What is placed again needs a few tokens each: nobody waits a step for each of the others."""
+    play = Decode(blocks=12, growth_tokens=0, local_prefill_chunk_tokens=6)
+    play.local(spec("a", tokens=2, max_tokens=9))
+    for name, tokens in (("b", 3), ("c", 2), ("d", 4), ("e", 1)):
+        reserved = sent(R, DecodeReserved)
+        play.reserve(spec(name, tokens=tokens, first=20 + 10 * tokens), None, reserved)
+    play.stepped((50,), ADVANCED, STEP, sent(G, TokenChunk))
+    rows = play.last(RunStep).rows
+    assert [(row.request_id, len(row.token_ids)) for row in rows] == [
+        *(("a", 1), ("b", 3), ("c", 2), ("d", 1)),
+    ]
+    assert [row.sample is not None for row in rows] == [True, True, True, False]
+    tokens = (51, 60, 70, None)
+    play.stepped(tokens, ADVANCED, ADVANCED, STEP, sent(G, TokenChunk))
+    rows = play.last(RunStep).rows
+    assert [(row.request_id, len(row.token_ids)) for row in rows] == [
+        *(("a", 1), ("b", 1), ("c", 1), ("d", 3), ("e", 1)),
+    ]
+
+
 def test_nothing_new_is_taken_in_while_somebody_waits_for_memory() -> None:
     """(60) A pre-empted sequence is not starved by small newcomers."""
     play = Decode(blocks=5, growth_tokens=0)

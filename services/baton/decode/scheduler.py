@@ -1,9 +1,10 @@
 """Continuous batching on decode: which rows the next step has, and who gives way for memory.
 
-Decides the batch: every running sequence up to the limit, oldest first, and at most one chunk of a
-local prefill. When blocks run out the youngest gives way: its blocks are released and its tokens
-computed again later (row invariance makes them the same). The oldest can always go on, so the
-worker never freezes.
+Decides the batch: every running sequence up to the limit, oldest first, and one chunk of local
+prefill, which several sequences share if each needs less (after a take-over each needs a few
+tokens). When blocks run out the youngest gives way: its blocks are released and its tokens computed
+again later (row invariance makes them the same). The oldest can always go on, so the worker never
+freezes.
 """
 
 from __future__ import annotations
@@ -54,12 +55,19 @@ class Scheduler:
                 continue  # an older one's need may have taken its blocks just now
             if self._room(seq, seq.length):
                 rows.append(self._row(seq, seq.length))
-        for seq in self.state.live(Stage.LOCAL)[:1]:
+        budget = limits.local_prefill_chunk_tokens
+        for seq in self.state.live(Stage.LOCAL):
+            if seq.stage is not Stage.LOCAL:
+                continue
             if not seq.blocks:
                 self._reuse_prefix(seq)
-            end = min(seq.computed + limits.local_prefill_chunk_tokens, seq.length)
-            if self._room(seq, end):
-                rows.append(self._row(seq, end))
+            end = min(seq.computed + budget, seq.length)
+            if not self._room(seq, end):
+                break  # the next one is younger: it does not take what this one waits for
+            rows.append(self._row(seq, end))
+            budget -= end - seq.computed
+            if end < seq.length or not budget:
+                break
         # A row may have been pre-empted by a later one's need; only what still stands runs.
         return [row for row in rows if self._stands(row)]
 
