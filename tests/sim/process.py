@@ -287,7 +287,7 @@ class Process:
         return verify(self.arena, command, self.cluster.clock)
 
     def _step(self, command: RunStep) -> Callable[[], object]:
-        return lambda: run_step(self.engine, command, self.cluster.clock)
+        return lambda: run_step(self.engine, self.arena, command, self.cluster.clock)
 
     def _thread(self, mean: float, work: Callable[[], object]) -> None:
         """Run ``work`` in the one engine thread: it happens somewhere within its time."""

@@ -35,13 +35,13 @@ def pattern(length: int, salt: int = 1) -> bytes:
 
 
 def check_of(
-    memory: memoryview, block: int, *, logical: int = 0, generation: int = 1, tokens: int = 4
+    memory: memoryview, block: int, *, logical: int = 0, chain: bytes = CHAIN, tokens: int = 4
 ) -> BlockCheck:
     """The check that holds for what is in ``memory`` now."""
     at = block * LAYOUT.block_bytes
-    seed = seed_of(CHAIN, logical, generation)
-    checksum = block_checksum(memory[at : at + LAYOUT.block_bytes], LAYOUT, tokens, seed)
-    return BlockCheck(logical, block, generation, tokens, CHAIN, checksum)
+    block_bytes = memory[at : at + LAYOUT.block_bytes]
+    checksum = block_checksum(block_bytes, LAYOUT, tokens, seed_of(chain))
+    return BlockCheck(logical, block, tokens, chain, checksum)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

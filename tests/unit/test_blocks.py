@@ -54,7 +54,11 @@ class Pool(RuleBasedStateMachine):
     def adopt(self, data: st.DataObject) -> None:
         blocks = self.filling.pop(data.draw(st.integers(0, len(self.filling) - 1)))
         for number in blocks:
-            self.pool.announce(number)
+            chain = b""
+            if data.draw(st.booleans()):
+                self.name += 1
+                chain = data.draw(st.integers(1, self.name)).to_bytes(16, "little")
+            self.pool.announce(number, chain, 7)
             self.pool.settle(number)
         self.running.append(blocks)
 
@@ -71,7 +75,7 @@ class Pool(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(blocks))
         if not self.pool.blocks[number].chain:
             self.name += 1
-            self.pool.seal(number, self.name.to_bytes(16, "little"))
+            self.pool.seal(number, self.name.to_bytes(16, "little"), 7)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -138,7 +142,7 @@ def test_sealed_block_is_found_again_until_it_is_evicted() -> None:
     names = [bytes([n]) * 16 for n in (1, 2)]
     for name in names:
         (block,) = pool.grow(1) or []
-        pool.seal(block, name)
+        pool.seal(block, name, 7)
         pool.release([block])
     assert len(pool.match(names)) == 2
     pool.grow(1)
@@ -150,13 +154,32 @@ def test_cached_block_with_a_reader_is_not_evicted() -> None:
     """A block that another process reads stays what it is, though nobody here uses it."""
     pool = BlockPool(1)
     (block,) = pool.grow(1) or []
-    pool.seal(block, b"x" * 16)
+    pool.seal(block, b"x" * 16, 7)
     pool.hold([block])
     pool.release([block])
     assert pool.available() == 0
     assert pool.grow(1) is None
     pool.unhold([block])
     assert pool.grow(1) == [block]
+
+
+def test_an_announced_block_is_named_but_found_only_when_it_is_settled() -> None:
+    """Its name and checksum are metadata at once; sequences get it once it is the owner's."""
+    pool = BlockPool(3)
+    blocks = pool.reserve(3, epoch=1, writer=7) or []
+    pool.fill(blocks)
+    name = b"x" * 16
+    for number in blocks[:2]:
+        pool.announce(number, name, 9)
+    assert [pool.blocks[n].chain for n in blocks] == [name, name, b""]
+    assert pool.match([name]) == []
+    pool.settle(blocks[0])
+    pool.settle(blocks[1])
+    assert pool.match([name]) == [blocks[0]]
+    assert (pool.blocks[blocks[0]].checksum, pool.blocks[blocks[1]].checksum) == (9, 0)
+    pool.release(blocks[:2])
+    pool.abandon(blocks[2:])
+    pool.check()
 
 
 @pytest.mark.parametrize(

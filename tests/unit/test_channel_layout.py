@@ -11,6 +11,7 @@ from baton.channel.layout import (
     IDENTITY_MASK,
     PAGE,
     RECORD_BYTES,
+    SLOT,
     BadHeader,
     Header,
     Records,
@@ -19,15 +20,20 @@ from baton.channel.layout import (
     offsets,
     pack_header,
     pack_word,
+    slot_of,
     unpack_header,
     unpack_word,
 )
 from baton.core.lifecycles import BlockState
 from baton.ports.channel import BlockMark
-from support.channel_parts import CHAIN, COMPAT, LAYOUT, OWNER
+from support.channel_parts import CHAIN, COMPAT, LAYOUT, OWNER, WRITER
 
 U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 STATES = st.sampled_from(BlockState)
+
+
+def page_of(first: bytes, second: bytes = b"") -> bytes:
+    return first.ljust(SLOT, b"\0") + second.ljust(SLOT, b"\0")
 
 
 def header(blocks_total: int = 10) -> Header:
@@ -58,20 +64,37 @@ def test_regions_are_page_aligned_and_do_not_overlap(
 
 @given(st.integers(1, 10**6))
 def test_a_header_comes_back_as_it_was_packed(blocks: int) -> None:
-    """One page holds it all."""
-    page = pack_header(header(blocks))
-    assert len(page) == PAGE
-    assert unpack_header(page) == header(blocks)
+    """One slot of the page holds it all."""
+    slot = pack_header(header(blocks))
+    assert len(slot) == SLOT
+    assert unpack_header(page_of(slot)) == header(blocks)
 
 
 def test_every_damaged_byte_of_the_header_is_noticed() -> None:
     """Each byte that carries meaning is covered by magic, version, length or checksum."""
-    page = pack_header(header())
+    page = page_of(pack_header(header()))
     for at in range(len(page.rstrip(b"\0"))):
         damaged = bytearray(page)
         damaged[at] ^= 0x10
         with pytest.raises(BadHeader):
             unpack_header(bytes(damaged))
+
+
+def test_the_newest_whole_header_counts_and_a_torn_one_does_not() -> None:
+    """A new owner's header goes beside the old one; cut off anywhere it changes nothing."""
+    old = header()
+    new = msgspec.structs.replace(old, sequence=1, owner=WRITER, pid=2)
+    newest = msgspec.structs.replace(new, sequence=2, pid=3)
+    assert (slot_of(old), slot_of(new), slot_of(newest)) == (0, SLOT, 0)
+    first, second = pack_header(old), pack_header(new)
+    assert unpack_header(page_of(first, second)) == new
+    for cut in range(len(second.rstrip(b"\0"))):
+        assert unpack_header(page_of(first, second[:cut])) == old
+    third = pack_header(newest)
+    assert unpack_header(page_of(third, second)) == newest
+    for cut in range(len(third.rstrip(b"\0"))):
+        torn = third[:cut] + first[cut:]
+        assert unpack_header(page_of(torn, second)) == new
 
 
 @pytest.mark.parametrize("page", [b"", b"BATONKV\n", b"\0" * PAGE, b"\xff" * PAGE])
@@ -96,7 +119,7 @@ def test_what_is_no_header_is_refused(page: bytes) -> None:
 def test_a_header_that_contradicts_itself_is_refused(change: dict[str, int]) -> None:
     """A checksum proves who wrote it, not that the offsets make sense."""
     with pytest.raises(BadHeader, match="offsets"):
-        unpack_header(pack_header(msgspec.structs.replace(header(), **change)))
+        unpack_header(page_of(pack_header(msgspec.structs.replace(header(), **change))))
 
 
 def test_names_too_long_for_the_page_are_an_error() -> None:
@@ -133,6 +156,7 @@ MARKS = st.builds(
     epoch=U64,
     writer=U64,
     chain=st.sampled_from([b"", CHAIN]),
+    checksum=U64,
     filled=U16,
     request_key=U64,
 )

@@ -11,6 +11,7 @@ from baton.core.ids import Peer, Role
 from baton.core.lifecycles import BlockState, LeaseState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
+from baton.core.prefix import block_names
 from baton.decode.io import (
     BlocksVerified,
     MarkBlocks,
@@ -22,6 +23,7 @@ from baton.decode.io import (
     WriterProbed,
 )
 from baton.decode.machine import DecodeMachine
+from baton.ports.channel import BlockMark
 from baton.ports.driving import CallLedger, Exit, Measure, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import AdvanceRequest, EndRequest
@@ -117,7 +119,8 @@ class Decode(Playbook):
         step = self.last(RunStep)
         assert len(tokens) == len(step.rows)
         results = tuple(None if token is None else Sampled(token) for token in tokens)
-        self.feed(StepFinished(step.step, results, 0.01), *expected)
+        checksums = tuple((7,) * len(checks) for checks in step.seals)
+        self.feed(StepFinished(step.step, results, checksums, 0.01), *expected)
 
     def cancel(self, request_id: str, *expected: object, epoch: int = 1) -> None:
         """The router cancels."""
@@ -206,6 +209,62 @@ def test_metadata_says_filling_before_the_ticket_leaves() -> None:
         mark = [each for each in marks if each.block == pair.block][-1]
         assert (mark.state, mark.generation) == (BlockState.FILLING, pair.generation)
         assert (mark.epoch, mark.writer) == (1, P.incarnation)
+
+
+def marked(play: Decode) -> dict[int, BlockMark]:
+    """Return what the metadata says in the end."""
+    found = [mark for c in play.all if isinstance(c, MarkBlocks) for mark in c.marks]
+    return {mark.block: mark for mark in found}
+
+
+def names(tokens: int, first: int = 1) -> list[bytes]:
+    """Return the names of all blocks of ``tokens`` consecutive ids."""
+    return block_names(b"root", ids(*range(first, first + tokens)), SIZE)
+
+
+def test_verified_blocks_have_name_and_checksum_in_the_metadata() -> None:
+    """Whoever finds the arena can verify them: as soon as they are, not when the prompt is."""
+    play = Decode()
+    ticket = play.remote(spec(tokens=10))
+    play.hear(P, ChunkAnnounced("r", 1, sums(ticket, 10, last=1)), Like(VerifyBlocks))
+    asked = play.last(VerifyBlocks).checks
+    assert [(check.chain, check.tokens) for check in asked] == [(n, SIZE) for n in names(10)[:2]]
+    play.verified()
+    found = [marked(play)[pair.block] for pair in ticket.blocks]
+    assert [(mark.chain, mark.checksum) for mark in found] == [(n, 7) for n in names(10)[:2]] + [
+        (b"", 0)
+    ]
+    assert [mark.state for mark in found[:2]] == [BlockState.ANNOUNCED] * 2
+
+
+def test_a_partly_filled_block_is_verified_under_its_own_name_and_has_none_in_the_metadata() -> (
+    None
+):
+    """Its name is that of all tokens up to its last one, which no full block has."""
+    play = Decode()
+    ticket = play.remote(spec(tokens=6))
+    play.hear(P, commit(ticket, 6), Like(VerifyBlocks))
+    assert play.last(VerifyBlocks).checks[-1].chain == names(6)[-1] not in names(8)
+    play.verified(ADVANCED, STEP, run(0, 50))
+    assert not marked(play)[ticket.blocks[1].block].chain
+
+
+def test_a_block_that_steps_fill_gets_the_checksum_that_its_step_made() -> None:
+    """Made in the engine's thread, for the blocks that are full when the step returns."""
+    play = Decode()
+    play.local(spec(tokens=6, max_tokens=4))
+    step = play.last(RunStep)
+    (check,) = step.seals[0]
+    assert (check.logical, check.tokens, check.chain) == (0, SIZE, names(6)[0])
+    play.feed(StepFinished(step.step, (Sampled(7),), ((99,),), 0.01), ADVANCED, STEP, run(0, 7))
+    assert (marked(play)[check.block].chain, marked(play)[check.block].checksum) == (
+        check.chain,
+        99,
+    )
+    assert play.last(RunStep).seals == ((),)
+    play.stepped((8,), STEP, run(1, 8))
+    (check,) = play.last(RunStep).seals[0]
+    assert (check.logical, check.chain) == (1, names(8)[1])
 
 
 def _is_ticket(command: Send) -> bool:

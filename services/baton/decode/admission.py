@@ -61,7 +61,6 @@ class Admission:
             pool.release(found)
             return Reason.NO_BLOCKS, f"{wanted} blocks wanted, {pool.available()} available"
         seq.cached_tokens = seq.computed = len(found) * state.block_size
-        seq.sealed = len(found)
         if prefill is None:
             fresh = pool.grow(needed)
             assert fresh is not None

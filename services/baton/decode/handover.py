@@ -197,7 +197,6 @@ class Handover:
             return None
         if seq is None or seq.epoch != epoch or seq.stage is not Stage.REMOTE:
             return None
-        seq.extend_chains(self.state.root, seq.length)
         checks = []
         for item in sums:
             block = record.writes.get(item.logical)
@@ -212,9 +211,8 @@ class Handover:
                 BlockCheck(
                     logical=item.logical,
                     block=block,
-                    generation=item.generation,
                     tokens=item.tokens,
-                    chain=seq.chains[item.logical - 1] if item.logical else self.state.root,
+                    chain=seq.name_of(self.state.root, item.logical),
                     checksum=item.checksum,
                 )
             )
@@ -228,7 +226,9 @@ class Handover:
         if record is None or record.revoked:
             return
         for check in good:
-            self.state.pool.announce(check.block)
+            full = check.tokens == self.state.block_size
+            name = (check.chain, check.checksum) if full else ()
+            self.state.pool.announce(check.block, *name)
             record.verified.add(check.logical)
 
     def complete(self, seq: Sequence) -> PrefillCommitted | None:
@@ -254,10 +254,7 @@ class Handover:
         full = seq.length // self.state.block_size
         leading = seq.cached_tokens // self.state.block_size
         while leading < full and leading in record.verified:
-            number = record.writes[leading]
-            pool.settle(number)
-            if not pool.blocks[number].chain:
-                pool.seal(number, seq.chains[leading])
+            pool.settle(record.writes[leading])
             leading += 1
         pool.release(seq.blocks[:leading])
         pool.abandon(seq.blocks[leading:])

@@ -37,10 +37,15 @@ class BlocksVerified:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Command: run one engine step; answered by :class:`StepFinished` or :class:`StepFailed`."""
+    """Command: run one engine step, then make the checksums of the blocks that it fills.
+
+    Answered by :class:`StepFinished` or :class:`StepFailed`.
+    """
 
     step: int
     rows: tuple[Row, ...]
+    seals: tuple[tuple[BlockCheck, ...], ...]
+    """One for each row: the blocks that are full after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,10 @@ class StepFinished:
 
     step: int
     results: tuple[Sampled | None, ...]
+    checksums: tuple[tuple[int, ...], ...]
+    """One for each row: of the blocks that it filled."""
     seconds: float
+    """Of the engine's part."""
 
 
 @dataclass(frozen=True, slots=True)

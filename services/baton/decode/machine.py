@@ -26,7 +26,6 @@ from baton.decode.scheduler import Scheduler
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered
-from baton.ports.engine import Sampled
 from baton.ports.ledger import AdvanceRequest, EndRequest, Unavailable
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.wire.messages import (
@@ -130,8 +129,8 @@ class DecodeMachine:
                 self._tick(now)
             case Received(peer, message):
                 self._received(peer, message, now)
-            case StepFinished(step, results, seconds):
-                self._step_finished(step, results, seconds, now)
+            case StepFinished():
+                self._step_finished(event, now)
             case StepFailed():
                 self._step_failed(event)
             case BlocksVerified():
@@ -264,7 +263,6 @@ class DecodeMachine:
         self.handover.adopt(seq)
         seq.stage = Stage.RUNNING
         seq.computed = seq.length
-        self.state.seal_full(seq)
         seconds = now - commit.last_write_ns / 1e9
         self.state.measure("handover_seconds", max(0.0, seconds))
         self.state.measure("handovers_total")
@@ -284,22 +282,21 @@ class DecodeMachine:
 
     # --- stepping -----------------------------------------------------------------------------
 
-    def _step_finished(
-        self, step: int, results: tuple[Sampled | None, ...], seconds: float, now: float
-    ) -> None:
-        assert step == self.scheduler.step
+    def _step_finished(self, event: StepFinished, now: float) -> None:
+        assert event.step == self.scheduler.step
+        seconds, results = event.seconds, event.results
         rows = self.scheduler.end_step()
-        tokens = sum(len(row.token_ids) for row, _ in rows)
+        tokens = sum(len(row.token_ids) for row, _, _ in rows)
         kind = "mixed" if tokens > len(rows) else "decode"
         self.state.measure("engine_step_seconds", seconds, kind=kind)
         self.state.measure("engine_step_tokens", tokens, kind=kind)
         self.state.measure("engine_step_rows", len(rows), kind=kind)
         self.state.measure("generation_tokens_total", sum(one is not None for one in results))
-        for (row, seq), sampled in zip(rows, results, strict=True):
+        for (row, seals, seq), sampled, sums in zip(rows, results, event.checksums, strict=True):
             if self.state.sequences.get(row.request_id) is not seq:
                 continue  # dropped while the step ran: its blocks are released below
             seq.computed += len(row.token_ids)
-            self.state.seal_full(seq)
+            self.state.seal(seals, sums)
             if sampled is None:
                 continue
             if seq.stage is Stage.LOCAL:
@@ -317,7 +314,7 @@ class DecodeMachine:
     def _step_failed(self, event: StepFailed) -> None:
         """Only the rows that the engine blames end; the others are stepped again in place."""
         assert event.step == self.scheduler.step
-        for _, seq in self.scheduler.end_step():
+        for _, _, seq in self.scheduler.end_step():
             request_id = seq.spec.request_id
             if request_id in event.request_ids and self.state.sequences.get(request_id) is seq:
                 self._drop(seq)

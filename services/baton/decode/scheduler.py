@@ -14,6 +14,7 @@ from baton.decode.handover import Handover
 from baton.decode.io import RunStep
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
+from baton.ports.channel import BlockCheck
 from baton.ports.engine import Row, SampleSpec
 
 
@@ -26,6 +27,7 @@ class Scheduler:
         self.step = 0
         self.step_since: float | None = None
         self.rows: tuple[Row, ...] = ()
+        self.seals: tuple[tuple[BlockCheck, ...], ...] = ()
         self.preemptions = 0
 
     # --- building -----------------------------------------------------------------------------
@@ -43,7 +45,8 @@ class Scheduler:
         self.state.in_flight = {
             row.request_id: self.state.sequences[row.request_id] for row in rows
         }
-        self.state.emit(RunStep(self.step, self.rows))
+        self.seals = tuple(self._seals(row) for row in rows)
+        self.state.emit(RunStep(self.step, self.rows, self.seals))
 
     def _rows(self) -> list[Row]:
         limits = self.state.limits
@@ -87,6 +90,15 @@ class Scheduler:
             sample=sample if last else None,
         )
 
+    def _seals(self, row: Row) -> tuple[BlockCheck, ...]:
+        """Name the blocks that ``row`` fills to their end."""
+        seq, size = self.state.in_flight[row.request_id], self.state.block_size
+        filled = range(row.start // size, (row.start + len(row.token_ids)) // size)
+        return tuple(
+            BlockCheck(logical, seq.blocks[logical], size, seq.name_of(self.state.root, logical))
+            for logical in filled
+        )
+
     # --- memory -------------------------------------------------------------------------------
 
     def _room(self, seq: Sequence, tokens: int) -> bool:
@@ -108,7 +120,6 @@ class Scheduler:
         found = self.state.pool.match(seq.chains[: (seq.length - 1) // seq.block_size])
         self.state.pool.reference(found)
         seq.blocks = list(found)
-        seq.sealed = len(found)
         seq.computed = len(found) * seq.block_size
 
     def _make_room(self, needy: Sequence) -> bool:
@@ -140,15 +151,19 @@ class Scheduler:
         """Release everything ``seq`` has computed; it will be computed again."""
         self.state.pool.release(seq.blocks)
         seq.blocks = []
-        seq.computed = seq.sealed = 0
+        seq.computed = 0
         seq.stage = Stage.LOCAL
 
     # --- ends ---------------------------------------------------------------------------------
 
-    def end_step(self) -> list[tuple[Row, Sequence]]:
-        """The step returned: nothing is pinned by it any more. Return its rows."""
-        rows = [(row, self.state.in_flight[row.request_id]) for row in self.rows]
-        self.rows = ()
+    def end_step(self) -> list[tuple[Row, tuple[BlockCheck, ...], Sequence]]:
+        """The step returned: nothing is pinned by it any more. Return its rows, each with the
+        blocks that it filled."""
+        rows = [
+            (row, seals, self.state.in_flight[row.request_id])
+            for row, seals in zip(self.rows, self.seals, strict=True)
+        ]
+        self.rows = self.seals = ()
         self.step_since = None
         self.state.in_flight = {}
         return rows

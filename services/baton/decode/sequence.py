@@ -58,8 +58,6 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     chains: list[bytes] = field(default_factory=list)
     """Names of the full blocks of the first ``length`` tokens, extended as they fill."""
-    sealed: int = 0
-    """Leading blocks that were sealed."""
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One for each id of ``output[forced:]`` if the request wants them."""
@@ -116,6 +114,15 @@ class Sequence:
             at = len(self.chains) * self.block_size
             ids = self.tokens[at : at + self.block_size].astype("<u4").tobytes()
             self.chains.append(chain_next(self.chains[-1] if self.chains else root, ids))
+
+    def name_of(self, root: bytes, logical: int) -> bytes:
+        """Return the name of a block with known tokens, full or not."""
+        begin = logical * self.block_size
+        self.extend_chains(root, min(begin + self.block_size, self.length))
+        if logical < len(self.chains):
+            return self.chains[logical]
+        before = self.chains[logical - 1] if logical else root
+        return chain_next(before, self.tokens[begin : self.length].astype("<u4").tobytes())
 
     def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Add a sampled token."""

@@ -67,7 +67,7 @@ def build(context: Context) -> Service:
             arena.close(unlink=True)
 
     def run(command: RunStep) -> None:
-        steps.submit(lambda: run_step(engine, command, context.clock))
+        steps.submit(lambda: run_step(engine, arena, command, context.clock))
 
     token_bytes = model.layout.block_bytes // model.layout.block_size
 

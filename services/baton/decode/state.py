@@ -14,7 +14,7 @@ from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.decode.io import MarkBlocks
 from baton.decode.sequence import Sequence, Stage
-from baton.ports.channel import BlockMark
+from baton.ports.channel import BlockCheck, BlockMark
 from baton.ports.driving import Measure, Note, Send
 from baton.wire.messages import AnyMessage, ArenaRef, RequestFailed, WorkFailed
 
@@ -74,6 +74,7 @@ class State:
                     epoch=block.epoch,
                     writer=block.writer,
                     chain=block.chain,
+                    checksum=block.checksum,
                 )
             )
         self.commands.append(MarkBlocks(tuple(marks)))
@@ -92,15 +93,10 @@ class State:
             outcome = Outcome(Ending.FAILED, reason=reason, message=message)
             self.send(seq.spec.gateway, RequestFailed(request_id, epoch, outcome))
 
-    def seal_full(self, seq: Sequence) -> None:
+    def seal(self, checks: tuple[BlockCheck, ...], checksums: tuple[int, ...]) -> None:
         """Name the blocks that are full by now, so that others find them."""
-        full = seq.computed // self.block_size
-        seq.extend_chains(self.root, full * self.block_size)
-        for logical in range(seq.sealed, full):
-            number = seq.blocks[logical]
-            if not self.pool.blocks[number].chain:
-                self.pool.seal(number, seq.chains[logical])
-        seq.sealed = max(seq.sealed, full)
+        for check, checksum in zip(checks, checksums, strict=True):
+            self.pool.seal(check.block, check.chain, checksum)
 
     def live(self, stage: Stage) -> list[Sequence]:
         """Sequences of one stage, oldest first."""

@@ -21,14 +21,18 @@ from baton.ports.engine import Engine
 from baton.ports.engine import StepFailed as EngineStepFailed
 
 
-def run_step(engine: Engine, command: RunStep, clock: Clock) -> StepFinished | StepFailed:
+def run_step(
+    engine: Engine, arena: OwnArena, command: RunStep, clock: Clock
+) -> StepFinished | StepFailed:
     """Run one step. Anything but a :class:`StepFailed` of the engine is a bug and is raised."""
     began = clock.now()
     try:
         results = engine.step(command.rows)
     except EngineStepFailed as error:
         return StepFailed(command.step, error.request_ids, str(error), error.retryable)
-    return StepFinished(command.step, tuple(results), clock.now() - began)
+    seconds = clock.now() - began
+    sums = tuple(tuple(arena.checksums(checks)) for checks in command.seals)
+    return StepFinished(command.step, tuple(results), sums, seconds)
 
 
 def verify(arena: OwnArena, command: VerifyBlocks, clock: Clock) -> BlocksVerified:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.core.ids import Peer
-from baton.core.prefix import chain_of
+from baton.core.prefix import block_names
 from baton.ports.channel import BlockCheck
 from baton.ports.engine import Row, SampleSpec, TokenIds
 from baton.prefill.io import ChunkRow
@@ -33,7 +33,8 @@ class Job:
     ticket: Ticket | None = None
     started_at: float | None = None
     table: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    chains: list[bytes] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    """Of its blocks, a last one that is not full included."""
     computed: int = 0
     announced: int = 0
     """Leading blocks that are cached or announced: never written again."""
@@ -75,12 +76,12 @@ class Job:
             return f"{ticket.cached_tokens} cached tokens do not fit {cached} prefix blocks"
         self.ticket = ticket
         self.table = np.array([pair.block for pair in pairs], dtype=np.int32)
-        self.chains = chain_of(root, self.ids, block_size)
+        self.names = block_names(root, self.ids, block_size)
         self.computed = ticket.cached_tokens
         self.announced = cached
         return None
 
-    def chunk(self, budget: int, root: bytes, block_size: int) -> ChunkRow | None:
+    def chunk(self, budget: int, block_size: int) -> ChunkRow | None:
         """Return the next at most ``budget`` tokens, ending at a block's border or at the end."""
         assert self.ticket is not None
         end = self.computed + min(budget, self.remaining)
@@ -114,10 +115,8 @@ class Job:
                 BlockCheck(
                     logical=logical,
                     block=writes[logical].block,
-                    generation=writes[logical].generation,
                     tokens=min(len(self.tokens) - logical * block_size, block_size),
-                    chain=self.chains[logical - 1] if logical else root,
-                    checksum=0,
+                    chain=self.names[logical],
                 )
                 for logical in complete
             ),
@@ -125,9 +124,11 @@ class Job:
 
     def advance(self, row: ChunkRow, checksums: tuple[int, ...]) -> tuple[BlockSum, ...]:
         """The chunk is stored: return the sums to announce."""
+        assert self.ticket is not None
+        generations = {pair.logical: pair.generation for pair in self.ticket.blocks}
         self.computed += len(row.row.token_ids)
         self.announced += len(row.checks)
         return tuple(
-            BlockSum(check.logical, check.generation, check.tokens, checksum)
+            BlockSum(check.logical, generations[check.logical], check.tokens, checksum)
             for check, checksum in zip(row.checks, checksums, strict=True)
         )

@@ -257,7 +257,7 @@ class PrefillMachine:
         for job in self.jobs.values():
             if job.ticket is None:
                 continue
-            chunk = job.chunk(budget, self.root, self.block_size)
+            chunk = job.chunk(budget, self.block_size)
             if chunk is None:
                 break
             if job.started_at is None:

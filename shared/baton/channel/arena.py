@@ -15,9 +15,9 @@ from pathlib import Path
 import structlog
 
 from baton.channel import files, locks, sizing
-from baton.channel.checksum import mismatches
+from baton.channel.checksum import checksum_in, mismatches
 from baton.channel.files import reclaim_unlocked
-from baton.channel.layout import Header, Records, make_header, pack_header
+from baton.channel.layout import Header, Records, make_header, pack_header, slot_of
 from baton.channel.mapping import Mapping
 from baton.core.ids import Compat, Peer
 from baton.ports.channel import ArenaInUse, BlockCheck, BlockMark
@@ -36,8 +36,8 @@ log = structlog.get_logger(__name__)
 class SharedArena:
     """An arena this process owns (``baton.ports.channel.OwnArena``). Made by :meth:`create`.
 
-    ``verify`` may run in any thread; everything else belongs to one. The memory is zero when new,
-    and so is every record (FREE, generation 0).
+    ``verify`` and ``checksums`` may run in any thread; everything else belongs to one. The memory is
+    zero when new, and so is every record (FREE, generation 0).
     """
 
     def __init__(self, fd: int, path: Path, header: Header, note: str) -> None:
@@ -136,6 +136,9 @@ class SharedArena:
     def verify(self, checks: Sequence[BlockCheck]) -> list[int]:
         return mismatches(self._memory, self._layout, checks)
 
+    def checksums(self, checks: Sequence[BlockCheck]) -> list[int]:
+        return [checksum_in(self._memory, self._layout, check) for check in checks]
+
     def writer_alive(self, incarnation: int) -> bool:
         """Whether that incarnation's lock is held: seen through this very descriptor.
 
@@ -191,7 +194,7 @@ def _allocate(fd: int, header: Header, room: sizing.Room, note: str) -> None:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
             raise sizing.too_small(header.file_bytes, room, note) from error
         raise
-    os.pwrite(fd, pack_header(header), 0)
+    os.pwrite(fd, pack_header(header), slot_of(header))
 
 
 def _name(fd: int, path: Path) -> None:

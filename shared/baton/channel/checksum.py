@@ -1,10 +1,13 @@
 """Checksums of blocks: what is covered and what seeds them.
 
 Decides one definition: xxh3-64 over the filled tokens only, in memory order (for each layer, K
-then V, the first ``tokens`` tokens), seeded with (chain hash before the block, logical number,
-generation). A block is ``[layers, 2, tokens, heads, head_dim]``, so a full one is a single run of
-bytes; a partial one is ``layers * 2`` runs whose concatenation is hashed, which for a full block
-is the same. Wrong bytes, fewer or more tokens, another prefix, position or generation all differ.
+then V, the first ``tokens`` tokens), seeded with the block's name: the hash of all tokens up to its
+last filled one. A block is ``[layers, 2, tokens, heads, head_dim]``, so a full one is a single run
+of bytes; a partial one is ``layers * 2`` runs whose concatenation is hashed, which for a full block
+is the same. Wrong bytes, fewer or more tokens, other tokens, another prefix or position all differ.
+
+Nothing of the place goes in, neither number nor generation: a full block's checksum is the same in
+every arena and may be stored beside its name, so that whoever reads both can verify the bytes.
 
 Nothing is copied and no interpreter lock is held while large runs are hashed, so it may run beside
 the event loop.
@@ -12,7 +15,6 @@ the event loop.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import xxhash
@@ -21,14 +23,11 @@ from baton.channel.layout import CHAIN_BYTES
 from baton.ports.channel import BlockCheck
 from baton.ports.engine import KVLayout
 
-_SEED = struct.Struct("<16sQQ")
-_U32_MAX = 2**32 - 1
 
-
-def seed_of(chain: bytes, logical: int, generation: int) -> int:
-    """Return the 64-bit seed that binds a checksum to its place."""
+def seed_of(chain: bytes) -> int:
+    """Return the 64-bit seed that binds a checksum to a block's name."""
     assert len(chain) == CHAIN_BYTES
-    return xxhash.xxh3_64_intdigest(_SEED.pack(chain, logical, generation))
+    return xxhash.xxh3_64_intdigest(chain)
 
 
 def block_checksum(block: memoryview, layout: KVLayout, tokens: int, seed: int) -> int:
@@ -46,14 +45,14 @@ def block_checksum(block: memoryview, layout: KVLayout, tokens: int, seed: int) 
 
 
 def checksum_in(blocks: memoryview, layout: KVLayout, check: BlockCheck) -> int:
-    """Return the checksum of ``check``'s block within an arena's block area (writer's side)."""
+    """Return the checksum of ``check``'s block within an arena's block area."""
     assert _plausible(blocks, layout, check), f"no such block or tokens: {check}"
     at = check.block * layout.block_bytes
     return block_checksum(
         blocks[at : at + layout.block_bytes],
         layout,
         check.tokens,
-        seed_of(check.chain, check.logical, check.generation),
+        seed_of(check.chain),
     )
 
 
@@ -75,7 +74,5 @@ def _plausible(blocks: memoryview, layout: KVLayout, check: BlockCheck) -> bool:
     return (
         0 <= check.block < len(blocks) // layout.block_bytes
         and 1 <= check.tokens <= layout.block_size
-        and 0 <= check.logical <= _U32_MAX
-        and 0 <= check.generation <= _U32_MAX
         and len(check.chain) == CHAIN_BYTES
     )

@@ -2,7 +2,8 @@
 
 ::
 
-    0            header, one page: magic, version, checksum, then the Header as JSON
+    0            header, one page: two slots of 2,048 bytes, each with magic, version, sequence
+                 number, checksum, then the Header as JSON
     4096         block records, 64 bytes a block, padded to a page
     journal      the journal of running sequences (size 0: nothing writes one yet)
     blocks       block_bytes a block, page aligned, to the end of the file
@@ -13,11 +14,16 @@ A block's record, in the host's byte order (an arena never leaves its host)::
     8   u64  epoch
     16  u64  writer: incarnation that may store into the block, 0 for the owner alone
     24  u64  request key: whose block it is; for people and audits, no rule rests on it
-    32  16s  chain: prefix-chain hash up to and including this block, zeros unless sealed
-    48  16x  spare
+    32  16s  chain: prefix-chain hash up to and including this block, zeros unless it is known full
+    48  u64  checksum of the block's bytes (``baton.channel.checksum``), beside its chain
+    56  8x   spare
 
 The word is stored last and at once (one aligned 8-byte store), so whoever sees a state and a
-generation sees the fields that belong to them.
+generation sees the fields that belong to them. A process killed while it stores a record leaves
+new fields under the old word: a chain whose bytes do not match the checksum names nothing.
+
+The header changes when the arena gets a new owner. It is then stored into the slot that does not
+hold it, with the next sequence number: a store cut short leaves the other one, which is whole.
 """
 
 from __future__ import annotations
@@ -33,16 +39,17 @@ from baton.ports.channel import BlockMark
 from baton.ports.engine import KVLayout
 
 MAGIC = b"BATONKV\n"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 PAGE = 4096
+SLOT = PAGE // 2
 RECORD_BYTES = 64
 RECORD_WORDS = RECORD_BYTES // 8
 CHAIN_BYTES = 16
 
-#: magic, layout version, length of the body, xxh3 of the body
-_PREAMBLE = struct.Struct("=8sIIQ")
-#: a record without its word: epoch, writer, request key, chain
-_FIELDS = struct.Struct("=QQQ16s")
+#: magic, layout version, length of the body, sequence number, xxh3 of body seeded with the sequence
+_PREAMBLE = struct.Struct("=8sIIQQ")
+#: a record without its word: epoch, writer, request key, chain, checksum
+_FIELDS = struct.Struct("=QQQ16sQ")
 
 _GENERATION_MASK = 2**32 - 1
 _FILLED_MAX = 2**16 - 1
@@ -55,7 +62,7 @@ class BadHeader(ValueError):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Everything the first page says. Written once, before the file has a name."""
+    """Everything the first page says: stored before the file has a name, and by each new owner."""
 
     cluster: str
     owner: Peer
@@ -71,6 +78,10 @@ class Header(msgspec.Struct, frozen=True):
     journal_bytes: int
     blocks_offset: int
     file_bytes: int
+    sequence: int = 0
+    """Grows with each store of the header; the greatest whole one counts."""
+    takeovers: int = 0
+    """Take-overs that were begun since the last one that was completed."""
 
 
 def offsets(blocks_total: int, block_bytes: int, journal_bytes: int = 0) -> tuple[int, int, int]:
@@ -115,29 +126,49 @@ def make_header(
 
 
 def pack_header(header: Header) -> bytes:
-    """Return the first page."""
+    """Return the slot that holds ``header``: it belongs at :func:`slot_of`."""
     body = msgspec.json.encode(header)
-    if _PREAMBLE.size + len(body) > PAGE:
-        raise BadHeader(f"header of {len(body)} bytes does not fit a page: names too long")
-    preamble = _PREAMBLE.pack(MAGIC, LAYOUT_VERSION, len(body), xxhash.xxh3_64_intdigest(body))
-    return (preamble + body).ljust(PAGE, b"\0")
+    if _PREAMBLE.size + len(body) > SLOT:
+        raise BadHeader(f"header of {len(body)} bytes does not fit its slot: names too long")
+    checksum = xxhash.xxh3_64_intdigest(body, seed=header.sequence)
+    preamble = _PREAMBLE.pack(MAGIC, LAYOUT_VERSION, len(body), header.sequence, checksum)
+    return (preamble + body).ljust(SLOT, b"\0")
+
+
+def slot_of(header: Header) -> int:
+    """Return the offset of the slot for ``header``: never that of the one it follows."""
+    return header.sequence % 2 * SLOT
 
 
 def unpack_header(page: bytes) -> Header:
-    """Return the header in ``page``.
+    """Return the newest whole header in ``page``.
 
     Raises:
-        BadHeader: anything about it is not as this version writes it.
+        BadHeader: neither slot is as this version writes it; the text is about the first one.
     """
     if len(page) < PAGE:
         raise BadHeader(f"file ends after {len(page)} bytes")
-    magic, version, length, checksum = _PREAMBLE.unpack_from(page)
+    found, trouble = [], []
+    for offset in (0, SLOT):
+        try:
+            header = _unpack_slot(page[offset : offset + SLOT])
+        except BadHeader as error:
+            trouble.append(error)
+        else:
+            found.append(header)
+    if not found:
+        raise trouble[0]
+    return max(found, key=lambda header: header.sequence)
+
+
+def _unpack_slot(slot: bytes) -> Header:
+    magic, version, length, sequence, checksum = _PREAMBLE.unpack_from(slot)
     if magic != MAGIC:
         raise BadHeader("not an arena (magic)")
     if version != LAYOUT_VERSION:
         raise BadHeader(f"layout version {version}, this program knows {LAYOUT_VERSION}")
-    body = page[_PREAMBLE.size : _PREAMBLE.size + length]
-    if len(body) != length or xxhash.xxh3_64_intdigest(body) != checksum:
+    body = slot[_PREAMBLE.size : _PREAMBLE.size + length]
+    if len(body) != length or xxhash.xxh3_64_intdigest(body, seed=sequence) != checksum:
         raise BadHeader("header is damaged (checksum)")
     try:
         header = msgspec.json.decode(body, type=Header)
@@ -206,15 +237,20 @@ class Records:
             mark.writer,
             mark.request_key,
             mark.chain,
+            mark.checksum,
         )
         word = pack_word(mark.generation, mark.state, mark.filled)
         self._words[mark.block * RECORD_WORDS] = word
 
     def load(self, block: int) -> BlockMark:
-        """Return one record. A chain of zeros reads as none."""
+        """Return one record. A chain of zeros reads as none.
+
+        Raises:
+            ValueError: no such state: the record is not one of ours.
+        """
         assert 0 <= block < self._blocks_total, f"no block {block}"
         generation, state, filled = unpack_word(self._words[block * RECORD_WORDS])
-        epoch, writer, request_key, chain = _FIELDS.unpack_from(
+        epoch, writer, request_key, chain, checksum = _FIELDS.unpack_from(
             self._bytes, block * RECORD_BYTES + 8
         )
         return BlockMark(
@@ -224,6 +260,7 @@ class Records:
             epoch=epoch,
             writer=writer,
             chain=chain if any(chain) else b"",
+            checksum=checksum,
             filled=filled,
             request_key=request_key,
         )

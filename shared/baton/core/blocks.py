@@ -31,7 +31,10 @@ class Block:
     references: int = 0
     holds: int = 0
     chain: bytes = b""
-    """Name of the prefix that ends with this block; empty unless sealed."""
+    """Name of the prefix that ends with this block; empty unless it is full and verified (or the
+    owner's own) and no other block has the name."""
+    checksum: int = 0
+    """Of a block with a name."""
     epoch: int = 0
     writer: int = 0
 
@@ -117,14 +120,23 @@ class BlockPool:
         for number in blocks:
             self._become(number, B.FILLING)
 
-    def announce(self, number: int) -> None:
-        """FILLING -> ANNOUNCED: its checksum verified; it is never written by others again."""
+    def announce(self, number: int, chain: bytes = b"", checksum: int = 0) -> None:
+        """FILLING -> ANNOUNCED: its checksum verified; it is never written by others again.
+
+        A full one has its name from now on, though nobody is given it by that name yet.
+        """
         self._become(number, B.ANNOUNCED)
-        self.blocks[number].writer = 0
+        block = self.blocks[number]
+        block.writer = 0
+        block.chain, block.checksum = chain, checksum
 
     def settle(self, number: int) -> None:
-        """ANNOUNCED -> RESIDENT: the owner may append to it and seal it."""
+        """ANNOUNCED -> RESIDENT: sealed if it is full, else the owner may append to it."""
         self._become(number, B.RESIDENT)
+        block = self.blocks[number]
+        chain, block.chain = block.chain, b""
+        if chain:
+            self.seal(number, chain, block.checksum)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Another process may touch these until :meth:`unhold`."""
@@ -149,13 +161,14 @@ class BlockPool:
 
     # --- giving back --------------------------------------------------------------------------
 
-    def seal(self, number: int, chain: bytes) -> None:
+    def seal(self, number: int, chain: bytes, checksum: int) -> None:
         """A RESIDENT block is full: name it. A name already taken stays with its first block."""
         block = self.blocks[number]
-        assert block.state is B.RESIDENT
+        assert block.state is B.RESIDENT and not block.chain
+        block.checksum = 0
         if chain not in self._index:
             self._index[chain] = number
-            block.chain = chain
+            block.chain, block.checksum = chain, checksum
             self._dirty[number] = None
 
     def abandon(self, blocks: Iterable[int]) -> None:
@@ -168,6 +181,7 @@ class BlockPool:
                 self._free(number)
                 continue
             self._become(number, B.QUARANTINED)
+            block.chain, block.checksum = b"", 0
             if not block.holds:
                 self._free(number)
 
@@ -215,7 +229,7 @@ class BlockPool:
         self._become(number, B.FREE)
         if block.chain:
             del self._index[block.chain]
-            block.chain = b""
+            block.chain, block.checksum = b"", 0
         assert block.generation < GENERATION_MAX, "a block's generation ran out"
         block.generation += 1
         block.epoch = block.writer = 0
@@ -230,7 +244,7 @@ class BlockPool:
         """Assert conservation: every block is in exactly the lists its state says."""
         free = set(self._free_list)
         assert len(free) == len(self._free_list), "a block is free twice"
-        held = 0
+        held = named = 0
         for number, block in enumerate(self.blocks):
             assert (block.state is B.FREE) == (number in free)
             assert (block.state is B.CACHED) == (number in self._cached)
@@ -239,13 +253,15 @@ class BlockPool:
             else:
                 assert block.references > 0
             if block.state in (B.RESERVED, B.FILLING, B.ANNOUNCED):
-                assert block.references == 1 and not block.chain
+                assert block.references == 1
             if block.state is B.QUARANTINED:
                 assert block.holds > 0
             if block.state is B.FREE:
-                assert block.holds == 0 and not block.chain
-            if block.chain:
+                assert block.holds == 0
+            if block.chain and block.state is not B.ANNOUNCED:
+                assert block.state in (B.RESIDENT, B.CACHED)
                 assert self._index[block.chain] == number
+            named += bool(block.chain) and block.state is not B.ANNOUNCED
             held += block.state is B.CACHED and block.holds > 0
         assert held == self._held_cached
-        assert len(self._index) == sum(1 for block in self.blocks if block.chain)
+        assert len(self._index) == named

@@ -44,6 +44,8 @@ class Reason(StrEnum):
     SUSPECT = "suspect"
     NO_LINK = "no_link"
     """A link this placement needs (to the gateway, to prefill) is not open yet."""
+    KV_MISSING = "kv_missing"
+    """The KV that was said to be there is not: more is left to compute than decode takes on."""
     STALE_EPOCH = "stale_epoch"
     # failures
     WORKER_LOST = "worker_lost"

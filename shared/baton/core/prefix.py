@@ -18,8 +18,20 @@ def chain_root(compat_text: str) -> bytes:
 
 
 def chain_next(previous: bytes, block_ids: bytes) -> bytes:
-    """Return the name of ``previous`` followed by one full block (uint32 LE ids)."""
+    """Return the name of ``previous`` followed by one block (uint32 LE ids)."""
     return blake2b(previous + block_ids, digest_size=CHAIN_BYTES).digest()
+
+
+def block_names(root: bytes, ids: bytes, block_size: int) -> list[bytes]:
+    """Return the name of every block of ``ids``: that of all tokens up to its last one.
+
+    A last block that is not full has a name too, which names no full block: fewer ids go in.
+    """
+    names = chain_of(root, ids, block_size)
+    rest = ids[len(names) * 4 * block_size :]
+    if rest:
+        names.append(chain_next(names[-1] if names else root, rest))
+    return names
 
 
 def chain_of(root: bytes, ids: bytes, block_size: int, blocks_max: int = 2**31) -> list[bytes]:

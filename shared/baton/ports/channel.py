@@ -31,7 +31,10 @@ class BlockMark:
     writer: int = 0
     """Incarnation that may store into it; 0: the owner alone."""
     chain: bytes = b""
-    """Prefix-chain hash (16 bytes) of the tokens up to and including this block, if sealed."""
+    """Prefix-chain hash (16 bytes) of the tokens up to and including this block, if it is full
+    and its bytes are known to be right."""
+    checksum: int = 0
+    """Of a block with a chain: whoever reads both can verify the bytes."""
     filled: int = 0
     request_key: int = 0
     """64 bits that name the request to people and audits; no rule rests on it. 0: none."""
@@ -39,15 +42,16 @@ class BlockMark:
 
 @dataclass(frozen=True, slots=True)
 class BlockCheck:
-    """One block to be verified by the owner."""
+    """One block whose checksum is to be made, or compared with ``checksum``."""
 
     logical: int
+    """Its number among the blocks asked about: names it in the answer."""
     block: int
-    generation: int
     tokens: int
+    """Filled tokens, 1..block_size."""
     chain: bytes
-    """Chain hash of the tokens *before* this block (16 bytes): the checksum's seed."""
-    checksum: int
+    """Name of the block (``baton.core.prefix.block_names``, 16 bytes): the checksum's seed."""
+    checksum: int = 0
 
 
 class OwnArena(Protocol):
@@ -67,6 +71,10 @@ class OwnArena(Protocol):
 
     def verify(self, checks: Sequence[BlockCheck]) -> list[int]:
         """Return the logical numbers of the blocks whose bytes do not match. Thread-safe."""
+        ...
+
+    def checksums(self, checks: Sequence[BlockCheck]) -> list[int]:
+        """Return the checksum of each block's filled tokens. Thread-safe."""
         ...
 
     def writer_alive(self, incarnation: int) -> bool:
@@ -89,7 +97,7 @@ class MappedArena(Protocol):
         ...
 
     def checksums(self, checks: Sequence[BlockCheck]) -> list[int]:
-        """Return the checksum of each block's filled tokens (``checksum`` is ignored)."""
+        """Return the checksum of each block's filled tokens."""
         ...
 
     def close(self) -> None: ...

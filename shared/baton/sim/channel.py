@@ -163,6 +163,9 @@ class SimArena:
     def verify(self, checks: Sequence[BlockCheck]) -> list[int]:
         return mismatches(self._file.blocks, self._file.layout, checks)
 
+    def checksums(self, checks: Sequence[BlockCheck]) -> list[int]:
+        return [checksum_in(self._file.blocks, self._file.layout, check) for check in checks]
+
     def writer_alive(self, incarnation: int) -> bool:
         if incarnation == self.ref.owner.incarnation:
             return True

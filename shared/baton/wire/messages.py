@@ -168,6 +168,9 @@ class ReserveDecode(Message, frozen=True):
     prefill: Peer | None = None
     output: bytes = b""
     """Ids already emitted by earlier epochs (uint32 LE): forced, never sampled again."""
+    source: str = ""
+    """Worker whose arena has this request's KV, found there by the blocks' names; empty: none is
+    known. The receiver's own ``worker_id`` says: your KV is there."""
 
     def __post_init__(self) -> None:
         _check_ids(self.output)
