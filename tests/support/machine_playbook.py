@@ -90,9 +90,9 @@ class Playbook:
         """Feed ``message`` from ``peer``; see :meth:`feed`."""
         self.feed(Received(peer, message), *expected)  # type: ignore[arg-type]
 
-    def up(self, peer: Peer, role: Role, *expected: object) -> None:
+    def up(self, peer: Peer, role: Role, *expected: object, host: str = "b") -> None:
         """Open a link to ``peer``; see :meth:`feed`."""
-        member = Member(peer=peer, role=role, endpoint="", pid=1, boot_id="b")
+        member = Member(peer=peer, role=role, endpoint="", pid=1, boot_id=host)
         self.feed(PeerUp(member), *expected)
 
     def lose(self, peer: Peer, *expected: object, gone: bool = False) -> None:

@@ -94,7 +94,7 @@ class Decode(Playbook):
         self, spec: RequestSpec, prefill: Peer | None, *expected: object, **fields: Any
     ) -> None:
         """Let the router give ``spec`` to this worker."""
-        message = ReserveDecode(spec, fields.pop("epoch", 1), prefill, fields.pop("output", b""))
+        message = ReserveDecode(spec, fields.pop("epoch", 1), prefill, **fields)
         self.hear(R, message, *expected)
 
     def remote(self, spec: RequestSpec, prefill: Peer = P, epoch: int = 1) -> Ticket:
@@ -806,6 +806,19 @@ def test_several_short_prompts_share_one_chunk_oldest_first() -> None:
     assert [(row.request_id, len(row.token_ids)) for row in rows] == [
         *(("a", 1), ("b", 1), ("c", 1), ("d", 3), ("e", 1)),
     ]
+
+
+def test_what_is_said_to_be_here_is_not_computed_again_beyond_a_limit() -> None:
+    """Decode computes a rest, prefill a prompt: with too much missing the placement is refused."""
+    play = Decode(local_rest_tokens=4)
+    refused = sent(R, WorkRefused, reason=Reason.KV_MISSING)
+    play.reserve(spec("r", tokens=9, max_tokens=2), None, refused, source="decode-0")
+    assert play.used() == 0
+    play.local(spec("a", tokens=9, max_tokens=1))
+    play.stepped((50,), ADVANCED, sent(G, TokenChunk))
+    play.local(spec("r", tokens=9, max_tokens=2), epoch=2, source="decode-0")
+    row = play.last(RunStep).rows[0]
+    assert (row.start, len(row.token_ids)) == (8, 1)
 
 
 def test_nothing_new_is_taken_in_while_somebody_waits_for_memory() -> None:

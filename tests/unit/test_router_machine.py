@@ -45,7 +45,11 @@ from support.machine_playbook import Like, Playbook, ids, request, sent
 ME, G = Peer("router-0", 1), Peer("gateway-0", 2)
 P, P1 = Peer("prefill-0", 3), Peer("prefill-1", 4)
 D, D1 = Peer("decode-0", 5), Peer("decode-1", 6)
-ROLES = {G: Role.GATEWAY, P: Role.PREFILL, P1: Role.PREFILL, D: Role.DECODE, D1: Role.DECODE}
+D_AGAIN = Peer("decode-0", 7)
+ROLES = {
+    **{G: Role.GATEWAY, P: Role.PREFILL, P1: Role.PREFILL},
+    **{D: Role.DECODE, D1: Role.DECODE, D_AGAIN: Role.DECODE},
+}
 SIZE = 16
 R = RequestState
 
@@ -67,11 +71,17 @@ class Router(Playbook):
             self.ready(worker, blocks=blocks)
 
     def ready(
-        self, worker: Peer, *expected: object, blocks: int = 64, free: int | None = None, **f: Any
+        self,
+        worker: Peer,
+        *expected: object,
+        blocks: int = 64,
+        free: int | None = None,
+        host: str = "b",
+        **f: Any,
     ) -> None:
         """Link a worker and let it say what it has."""
         if worker not in self.machine.state.placement.workers:
-            self.up(worker, ROLES[worker])
+            self.up(worker, ROLES[worker], host=host)
         status: dict[str, Any] = {"accepting": True, "block_size": SIZE, **f}
         if ROLES[worker] is Role.DECODE:
             status |= {"blocks_total": blocks, "blocks_free": blocks if free is None else free}
@@ -101,11 +111,18 @@ class Router(Playbook):
         self.counted(spec.request_id, decode, prefill)
 
     def counted(
-        self, request_id: str, decode: Peer = D, prefill: Peer | None = P, *, epoch: int = 1
+        self,
+        request_id: str,
+        decode: Peer = D,
+        prefill: Peer | None = P,
+        *,
+        epoch: int = 1,
+        source: str = "",
     ) -> None:
         """The ledger has counted the attempt: everybody is told."""
         values = {"epoch": epoch}
-        told: list[Like] = [sent(decode, ReserveDecode, prefill=prefill, **values)]
+        reserve = sent(decode, ReserveDecode, prefill=prefill, source=source, **values)
+        told: list[Like] = [reserve]
         if prefill is not None:
             told.append(sent(prefill, AssignPrefill, decode=decode, **values))
         placed = sent(G, RequestPlaced, request_id=request_id, decode=decode, **values)
@@ -658,3 +675,72 @@ def test_nobody_is_placed_with_a_prefill_that_cannot_write_there() -> None:
     play.ready(D, writers=())
     play.admit(spec())
     play.ready(D, call(PlaceRequest, prefill=P), writers=(P,))
+
+
+# --- what a lost decode worker has left -----------------------------------------------------------
+
+
+def lost_decode(*workers: Peer, reserved: bool = True, host: str = "b") -> Router:
+    """A request runs on ``D``, which dies; ``workers`` are there then."""
+    play = Router((P, D))
+    play.place(spec(tokens=20))
+    if reserved:
+        play.hear(D, DecodeReserved("r", 1, 0))
+    play.lose(D, *cancels(P), FENCE, gone=True)
+    for worker in workers:
+        play.ready(worker, host=host)
+    return play
+
+
+def test_another_decode_of_the_host_goes_on_from_the_lost_ones_arena() -> None:
+    """It is told where the KV is, and needs no prefill."""
+    play = lost_decode(D1)
+    play.retried(call(PlaceRequest, decode=D1, prefill=None), output=ids(1, 2))
+    play.counted("r", D1, None, epoch=2, source="decode-0")
+
+
+def test_a_restarted_decode_goes_on_in_its_own_arena_before_another_copies_it() -> None:
+    """Where it is in place nothing has to be copied."""
+    play = lost_decode(D1, D_AGAIN)
+    play.retried(call(PlaceRequest, decode=D_AGAIN, prefill=None))
+    play.counted("r", D_AGAIN, None, epoch=2, source="decode-0")
+
+
+def test_a_decode_on_another_host_cannot_read_the_arena() -> None:
+    """There the prompt is prefilled again."""
+    play = lost_decode(D1, host="elsewhere")
+    play.retried(call(PlaceRequest, decode=D1, prefill=P))
+    play.counted("r", D1, P, epoch=2)
+
+
+def test_what_was_never_reserved_has_left_nothing() -> None:
+    """Decode died before it took the request in: nobody looks into its arena."""
+    play = lost_decode(D1, reserved=False)
+    play.retried(call(PlaceRequest, decode=D1, prefill=P))
+    play.counted("r", D1, P, epoch=2)
+
+
+def test_kv_that_is_not_there_is_prefilled_again() -> None:
+    """The next attempt looks for it no more, and its decode worker is not to blame."""
+    play = lost_decode(D1)
+    play.retried(call(PlaceRequest, decode=D1, prefill=None))
+    play.counted("r", D1, None, epoch=2, source="decode-0")
+    refused = WorkRefused("r", 2, Reason.KV_MISSING)
+    play.hear(D1, refused, *cancels(D1, epoch=2), Send(G, FenceRequest("r", 3)))
+    play.retried(epoch=3)
+    assert play.machine.state.placement.workers[D1].avoid_until == 0
+    play.now += 0.1
+    play.ready(D1, call(PlaceRequest, decode=D1, prefill=P, epoch=3))
+    play.counted("r", D1, P, epoch=3)
+
+
+def test_what_one_loss_has_left_is_not_looked_for_after_the_next_place_has_it() -> None:
+    """The source of an attempt is the worker that was lost last."""
+    play = lost_decode(D1)
+    play.retried(call(PlaceRequest, decode=D1, prefill=None))
+    play.counted("r", D1, None, epoch=2, source="decode-0")
+    play.hear(D1, DecodeReserved("r", 2, 16))
+    play.lose(D1, Send(G, FenceRequest("r", 3)))
+    play.ready(D_AGAIN)
+    play.retried(call(PlaceRequest, decode=D_AGAIN, prefill=None), epoch=3)
+    play.counted("r", D_AGAIN, None, epoch=3, source="decode-1")

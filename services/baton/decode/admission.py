@@ -43,13 +43,19 @@ class Admission:
             return Reason.NO_LINK, f"{message.prefill} has not mapped this arena yet"
         return None
 
-    def take_in(self, seq: Sequence, prefill: Peer | None) -> tuple[Reason, str] | None:
+    def take_in(
+        self, seq: Sequence, prefill: Peer | None, source: str
+    ) -> tuple[Reason, str] | None:
         """Reserve its blocks and start its way: a ticket to ``prefill``, or local chunks."""
         state, pool = self.state, self.state.pool
         full = (seq.length - 1) // state.block_size
         seq.extend_chains(state.root, full * state.block_size)
         found = pool.match(seq.chains[:full])
         pool.reference(found)
+        rest = seq.length - len(found) * state.block_size
+        if source and prefill is None and rest > state.limits.local_rest_tokens:
+            pool.release(found)
+            return Reason.KV_MISSING, f"{rest} of {seq.length} tokens are not here"
         needed = seq.blocks_for(seq.length) - len(found)
         growth = min(
             seq.blocks_for(state.limits.growth_tokens),

@@ -205,7 +205,7 @@ class DecodeMachine:
             message, router, order=self.arrivals, block_size=self.state.block_size
         )
         if seq.finish is None:
-            refusal = self.admission.take_in(seq, message.prefill)
+            refusal = self.admission.take_in(seq, message.prefill, message.source)
             if refusal is not None:
                 self.admission.refuse(router, message, *refusal)
                 return

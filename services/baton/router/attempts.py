@@ -178,6 +178,8 @@ class Attempts:
             if head is not None:
                 head.bypassed += 1
             self.state.queue.remove(entry)
+            if not place.reuse:
+                entry.source = entry.source_host = ""
             self.state.placement.placed(entry, place)
             entry.phase = Phase.PLACING
             entry.decode, entry.prefill = place.decode, place.prefill
@@ -202,8 +204,11 @@ class Attempts:
             self.state.measure("request_queue_seconds", waited)
         entry.recovering_since = None
         self.state.measure("attempts_total")
-        self.state.note("placed", entry, decode=str(decode), prefill=str(prefill or "local"))
-        self.state.send(decode, ReserveDecode(entry.spec, entry.epoch, prefill, entry.output))
+        source = entry.source
+        way = {"prefill": str(prefill or "local"), **({"source": source} if source else {})}
+        self.state.note("placed", entry, decode=str(decode), **way)
+        reserve = ReserveDecode(entry.spec, entry.epoch, prefill, entry.output, source)
+        self.state.send(decode, reserve)
         if prefill is not None:
             self.state.send(prefill, AssignPrefill(entry.spec, entry.epoch, decode, entry.output))
         self._tell_placed(entry, now)
@@ -249,7 +254,9 @@ class Attempts:
             self.verdicts.cancel_work(entry, reason)
             self.verdicts.refuse(entry, now, reason, text)
             return
-        if reason is not Reason.NO_BLOCKS:
+        if reason is Reason.KV_MISSING:
+            entry.source = entry.source_host = ""
+        elif reason is not Reason.NO_BLOCKS:
             self.state.placement.workers[peer].failed(
                 now
             )  # another one may have its links and a lease
@@ -320,4 +327,5 @@ class Attempts:
         if entry is not None and entry.decode == peer:
             entry.reserved = True
             entry.refusals = 0
+            entry.source = entry.source_host = ""
             self.state.placement.workers[peer].succeeded()

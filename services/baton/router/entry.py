@@ -67,6 +67,10 @@ class Entry:
     gateway_lost_at: float | None = None
     """Since when there is no link to its gateway."""
     chains: list[bytes] = field(default_factory=list)
+    source: str = ""
+    """The decode worker whose arena has its KV; empty: none that could be of use."""
+    source_host: str = ""
+    """Where that arena can be read."""
 
     @classmethod
     def create(cls, spec: RequestSpec, now: float) -> Entry:

@@ -164,7 +164,7 @@ class RouterMachine:
                 self.attempts.tell_again(entry, now)
         elif member.role in (Role.DECODE, Role.PREFILL):
             self.state.placement.workers[member.peer] = WorkerView(
-                member.peer, member.role, WorkerStatus(accepting=False), now
+                member.peer, member.role, WorkerStatus(accepting=False), now, member.boot_id
             )
 
     def _peer_lost(self, event: PeerLost, now: float) -> None:
@@ -176,7 +176,8 @@ class RouterMachine:
                 if event.gone:
                     self.verdicts.end_for_lost_gateway(entry)
             return
-        if peer not in self.state.placement.workers:
+        view = self.state.placement.workers.get(peer)
+        if view is None:
             return
         self.state.placement.forget(peer)
         # A lost prefill worker is decode's to report: it alone knows whether the commit came.
@@ -184,6 +185,9 @@ class RouterMachine:
             if entry.phase is Phase.PLACED and entry.decode == peer:
                 self.state.measure("attempts_failed_total", reason=Reason.WORKER_LOST)
                 self.state.note("worker_lost", entry, by=str(peer), message=event.reason)
+                if entry.reserved:
+                    # What it computed stays in its arena, whatever became of it.
+                    entry.source, entry.source_host = peer.worker_id, view.host
                 self.attempts.attempt_failed(entry, f"{peer} is lost: {event.reason}", now)
 
     def _drain(self, now: float) -> None:

@@ -30,6 +30,8 @@ class WorkerView:
     status: WorkerStatus
     since: float
     """When its link opened."""
+    host: str
+    """Workers of one host can read each other's arenas."""
     placed: int = 0
     """Given since the last status."""
     placed_blocks: int = 0
@@ -67,6 +69,8 @@ class Place:
 
     decode: Peer
     prefill: Peer | None
+    reuse: bool = False
+    """Decode has, or imports, what an earlier attempt computed."""
 
 
 class Placement:
@@ -109,6 +113,14 @@ class Placement:
         decodes = [view for view in self._usable(Role.DECODE, now) if self._fits(view, entry)]
         if not decodes:
             return None
+        near = [view for view in decodes if _near(view, entry)]
+        if near:
+            # Where it is in place first, then where it only has to be copied.
+            decode = min(
+                near,
+                key=lambda v: (v.peer.worker_id != entry.source, self._cost(v, entry), v.peer),
+            )
+            return Place(decode.peer, None, reuse=True)
         decode = min(decodes, key=lambda view: (self._cost(view, entry), view.peer))
         prefills = self._usable(Role.PREFILL, now)
         uncached = entry.tokens - self._cached(decode, entry) * AFFINITY_BLOCK_TOKENS
@@ -183,3 +195,8 @@ class Placement:
         used = 1 - max(0, view.free_blocks) / max(1, status.blocks_total)
         cached = self._cached(view, entry) * AFFINITY_BLOCK_TOKENS / max(1, entry.tokens)
         return load + used - cached
+
+
+def _near(view: WorkerView, entry: Entry) -> bool:
+    """Whether ``view`` can get at the arena that has the KV of ``entry``."""
+    return bool(entry.source) and view.host == entry.source_host

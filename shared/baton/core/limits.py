@@ -98,6 +98,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens beyond the prompt for which blocks must be free when a request is taken in."""
     local_prefill_chunk_tokens: int = 128
     """Most prompt tokens a decode worker computes between two decode steps."""
+    local_rest_tokens: int = 128
+    """More than this of what a lost worker had is not computed again on decode: prefill does."""
     reader_probe_ms: int = 50
     """How often the lock of a silent writer is looked at while its blocks are in quarantine."""
 
