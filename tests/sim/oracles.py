@@ -63,7 +63,7 @@ def may_store(cluster: Cluster, writer: Peer, rows: Sequence[ChunkRow]) -> None:
 
 
 def _holder(role: Role, machine: Any, request_id: str) -> Any:
-    holders = machine.state.sequences if role is Role.DECODE else machine._sessions
+    holders = machine.state.sequences if role is Role.DECODE else machine.state.sessions
     return holders.get(request_id)
 
 

@@ -1,0 +1,103 @@
+"""What the parts of the gateway machine share: sessions, links, timers, ends.
+
+Decides when a session must be looked at again, and what the end of one entails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.core.ids import Peer
+from baton.core.lifecycles import LeaseState
+from baton.core.limits import Limits
+from baton.core.outcomes import Ending, Outcome
+from baton.gateway.endings import Endings
+from baton.gateway.links import Links
+from baton.gateway.session import Phase, Session
+from baton.gateway.timers import Timers
+from baton.gateway.vocabulary import Command
+from baton.ports.driving import Measure, Note, Send
+from baton.wire.messages import RequestEnded
+
+#: A gap that was asked for is asked for again after this long.
+WANTED_AGAIN_S = 1.0
+#: Routers enforce the waiting limit; the gateway's own is later, for when no router answers.
+QUEUE_SLACK_S = 1.0
+
+
+@dataclass(slots=True)
+class State:
+    """Shared by the machine and its parts; one owner: the machine."""
+
+    me: Peer
+    limits: Limits
+    links: Links
+    endings: Endings
+    sessions: dict[str, Session] = field(default_factory=dict)
+    timers: Timers = field(default_factory=Timers)
+    lease: LeaseState = LeaseState.VACANT
+    drain_due: float | None = None
+
+    def schedule(self, session: Session) -> None:
+        """Set when ``session`` must be looked at next."""
+        due = session.submitted_at + session.spec.deadline_ms / 1000
+        if session.phase is not Phase.RUNNING:
+            due = min(due, self.placement_due(session))
+        if session.recovery_due is not None:
+            due = min(due, session.recovery_due)
+        if session.wanted_at is not None:
+            due = min(due, session.wanted_at + WANTED_AGAIN_S)
+        self.timers.set(session.request_id, due)
+
+    def placement_due(self, session: Session) -> float:
+        """When a request that nobody has placed is given up."""
+        if session.phase is Phase.WAITING and not session.resubmissions:
+            # No router has ever been there: the start is a matter of seconds, or it is broken.
+            return session.submitted_at + self.limits.lease_ttl_ms / 1000
+        return session.submitted_at + self.limits.queue_deadline_ms / 1000 + QUEUE_SLACK_S
+
+    def end(
+        self, session: Session, outcome: Outcome, now: float, retry_after_ms: int = 0
+    ) -> list[Command]:
+        """Decide the outcome: tell everybody who may hold something, and the ledger."""
+        request_id = session.request_id
+        del self.sessions[request_id]
+        self.timers.set(request_id, None)
+        told = {peer for peer in session.told if peer in self.links}
+        self.endings.remember(request_id, outcome, told)
+        ended = RequestEnded(request_id=request_id, epoch=session.epoch, outcome=outcome)
+        commands: list[Command] = [Send(peer, ended) for peer in sorted(told)]
+        tell_first = outcome.ending is not Ending.COMPLETED
+        commands += self.endings.begin(
+            request_id,
+            session.epoch,
+            outcome,
+            now,
+            tell_first=tell_first,
+            retry_after_ms=retry_after_ms,
+        )
+        commands += measure_end(outcome)
+        commands.append(Measure("request_seconds", now - session.submitted_at))
+        tokens = len(session.ids)
+        if tokens > 1 and session.first_at is not None and session.last_at is not None:
+            mean = (session.last_at - session.first_at) / (tokens - 1)
+            commands.append(Measure("time_per_output_token_seconds", mean))
+        fields = {
+            "request_id": request_id,
+            "epoch": session.epoch,
+            "outcome": str(outcome.ending),
+            "finish": outcome.finish and str(outcome.finish),
+            "reason": outcome.reason and str(outcome.reason),
+            "tokens": tokens,
+        }
+        return [*commands, Note("request_ended", fields)]
+
+
+def measure_end(outcome: Outcome) -> list[Command]:
+    """Count an end, also that of a request which never became a session."""
+    reason = str(outcome.reason) if outcome.reason is not None else ""
+    labels = {"outcome": str(outcome.ending), "reason": reason}
+    commands: list[Command] = [Measure("requests_total", labels=labels)]
+    if outcome.ending is Ending.REFUSED:
+        commands.append(Measure("requests_refused_total", labels={"reason": reason}))
+    return commands
