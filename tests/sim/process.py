@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.events import LeaseChanged, TimePassed
 from baton.core.ids import Member, Peer, Role
+from baton.core.outcomes import Reason
 from baton.core.prefix import chain_root
 from baton.decode.io import MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
 from baton.decode.machine import DecodeMachine
@@ -41,8 +42,15 @@ STALL_S = 3.0
 DECODE_CHECK_EVERY = 7
 
 
-def _wrong_kv(fields: Mapping[str, object]) -> bool:
-    """Whether a note tells that the fake engine met KV that is not what it must be."""
+def _wrong_kv(role: Role, fields: Mapping[str, object]) -> bool:
+    """Whether a note tells that this process's engine met KV that is not what it must be.
+
+    Decode repeats what prefill said of an attempt: that was prefill's reading, not its own.
+    """
+    if role not in (Role.DECODE, Role.PREFILL):
+        return False
+    if role is Role.DECODE and fields.get("reason") is Reason.PREFILL_ERROR:
+        return False
     return "wrong KV" in str(fields) or "KV of another" in str(fields)
 
 
@@ -252,7 +260,7 @@ class Process:
                 self.ledger.call(op, lambda reply, op=op: self._on_answer(op, reply))
             case Note(event, fields):
                 self.cluster.tell(self.worker_id, event, fields)
-                if self.role in (Role.DECODE, Role.PREFILL) and _wrong_kv(fields):
+                if _wrong_kv(self.role, fields):
                     self.kv_errors += 1
             case Measure(name, value):
                 self.cluster.counts[name] += value
