@@ -33,6 +33,9 @@ HEAD_READ_S = 30.0
 HEAD_BYTES_MAX = 128 * 1024
 #: How many bytes of chunk sizes and extensions each byte of a body may come with.
 CHUNKING_FACTOR = 16
+#: While so many requests wait behind the one being answered the connection is still read: an end of
+#: it that is not read is not noticed, and its answer would be computed for nobody.
+PIPELINED_MAX = 8
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
     b"retry-after: 1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s"
@@ -116,6 +119,8 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
                 self.scope["method"] = self.parser.get_method().decode("ascii")
             else:
                 super().on_headers_complete()
+                if 0 < len(self.pipeline) <= PIPELINED_MAX:
+                    self.flow.resume_reading()
 
         def on_message_complete(self) -> None:
             if not self.parser.should_upgrade():
