@@ -170,6 +170,9 @@ class Attempts:
     ) -> list[Command]:
         if message.epoch < session.epoch:
             return [Measure("stale_messages_total", labels={"kind": "epoch"})]
+        if peer not in (session.router, session.decode):
+            # A router that was superseded, or a worker of no attempt of this request.
+            return [Measure("stale_messages_total", labels={"kind": "incarnation"})]
         return self.state.end(session, message.outcome, now)
 
     def _refused(
