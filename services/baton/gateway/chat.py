@@ -13,7 +13,6 @@ from baton.gateway.errors import ApiError
 from baton.gateway.generation import ClientLeft, Generation, Part
 from baton.gateway.logprobs import chat_entries
 from baton.gateway.params import (
-    Wish,
     chat_logprobs,
     check_model,
     read_wish,
@@ -21,7 +20,8 @@ from baton.gateway.params import (
     with_logprobs,
 )
 from baton.gateway.prompts import read_messages
-from baton.gateway.serving import Serving, new_id, now_s, read_fields
+from baton.gateway.recipe import Recipe
+from baton.gateway.serving import Serving, new_id, now_s, read_fields, seed_of
 from baton.gateway.tokens import ModelText
 
 
@@ -35,15 +35,17 @@ async def chat_completions(serving: Serving, request: Request) -> None:
     wish = read_wish(fields, serving.text, serving.limits, max_tokens_keys=keys)
     wish = with_logprobs(wish, chat_logprobs(fields, serving.limits))
     prompt = await serving.prompts.chat(fields, messages, "messages")
-    request_id = new_id("chatcmpl-")
-    generation = serving.generate(
-        wish,
-        [prompt],
-        request_id=request_id,
-        param="messages",
-        traceparent=request.traceparent,
+    recipe = Recipe(
+        kind="chat",
+        request_id=new_id("chatcmpl-"),
+        model=model,
+        created=now_s(),
+        wish=wish,
+        seed=seed_of(wish),
+        prompts=serving.prompts_of(wish, [prompt], "messages"),
     )
-    form = ChatFormat(generation, serving.text, wish, request_id, model)
+    generation = serving.generate(recipe, request.traceparent)
+    form = ChatFormat(generation, serving.text, recipe)
     if wish.stream:
         await sse.stream(request, generation, form, serving.limits)
     else:
@@ -87,42 +89,40 @@ class WholeFormat(ABC):
 class ChatFormat(WholeFormat):
     """Chat's objects: chunks and the whole completion."""
 
-    def __init__(
-        self, generation: Generation, text: ModelText, wish: Wish, request_id: str, model: str
-    ) -> None:
+    def __init__(self, generation: Generation, text: ModelText, recipe: Recipe) -> None:
         super().__init__()
         self._generation = generation
         self._text = text
-        self._wish = wish
-        self._head = {"id": request_id, "created": now_s(), "model": model}
+        self._wish = recipe.wish
+        self._head = {"id": recipe.request_id, "created": recipe.created, "model": recipe.model}
 
-    def opening(self) -> bytes:
+    def opening(self) -> list[sse.Event]:
         """One role chunk a choice, in index order."""
-        return b"".join(
+        return [
             self._chunk(index, {"role": "assistant", "content": ""})
             for index in range(self._generation.count)
-        )
+        ]
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: Part) -> list[sse.Event]:
         """A content chunk, a finish chunk, or both."""
-        out = b""
+        out: list[sse.Event] = []
         wants_tokens = self._wish.sampling.logprobs >= 0 or self._wish.return_token_ids
         if part.text or (wants_tokens and part.tokens):
-            out = self._chunk(part.index, {"content": part.text}, part)
+            out.append(self._chunk(part.index, {"content": part.text}, part))
         if part.finish is not None:
-            out += self._chunk(part.index, {}, finish=part.finish)
+            out.append(self._chunk(part.index, {}, finish=part.finish))
         return out
 
-    def closing(self) -> bytes:
+    def closing(self) -> list[sse.Event]:
         """The usage chunk, if wanted, and the end mark."""
         if not self._wish.include_usage:
-            return sse.DONE
+            return [sse.DONE]
         usage = self._generation.usage().object()
-        return sse.event({**self._chunk_head(), "choices": [], "usage": usage}) + sse.DONE
+        return [{**self._chunk_head(), "choices": [], "usage": usage}, sse.DONE]
 
-    def failure(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> list[sse.Event]:
         """One error event; no end mark."""
-        return sse.event({"error": error.object()})
+        return [{"error": error.object()}]
 
     def whole(self) -> bytes:
         choices = []
@@ -154,7 +154,7 @@ class ChatFormat(WholeFormat):
         delta: dict[str, str],
         part: Part | None = None,
         finish: str | None = None,
-    ) -> bytes:
+    ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
@@ -166,7 +166,7 @@ class ChatFormat(WholeFormat):
         chunk: dict[str, Any] = {**self._chunk_head(), "choices": [choice]}
         if self._wish.continuous_usage:
             chunk["usage"] = self._generation.usage().object()
-        return sse.event(chunk)
+        return chunk
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:
         if self._wish.sampling.logprobs < 0:

@@ -14,14 +14,14 @@ from baton.gateway.fields import Fields
 from baton.gateway.generation import Generation, Part
 from baton.gateway.logprobs import completion_object
 from baton.gateway.params import (
-    Wish,
     check_model,
     completion_logprobs,
     read_wish,
     refuse_unsupported,
     with_logprobs,
 )
-from baton.gateway.serving import Serving, new_id, now_s, read_fields
+from baton.gateway.recipe import Recipe
+from baton.gateway.serving import Serving, new_id, now_s, read_fields, seed_of
 from baton.gateway.tokens import ModelText
 
 MAX_TOKENS_DEFAULT = 16
@@ -42,12 +42,18 @@ async def completions(serving: Serving, request: Request) -> None:
     prompts = await serving.prompts.completion(fields)
     if len(prompts) * wish.n > serving.limits.choices_max * 4:
         raise fields.fail("n", "times the number of prompts is too large")
-    request_id = new_id("cmpl-")
-    generation = serving.generate(
-        wish, prompts, request_id=request_id, param="prompt", traceparent=request.traceparent
+    recipe = Recipe(
+        kind="completion",
+        request_id=new_id("cmpl-"),
+        model=model,
+        created=now_s(),
+        wish=wish,
+        seed=seed_of(wish),
+        prompts=serving.prompts_of(wish, prompts, "prompt"),
+        echo=echo,
     )
-    echoes = [serving.text.text_of(ids, skip_special=True) for ids in prompts] if echo else []
-    form = CompletionFormat(generation, serving.text, wish, request_id, model, echoes=echoes)
+    generation = serving.generate(recipe, request.traceparent)
+    form = CompletionFormat(generation, serving.text, recipe)
     if wish.stream:
         await sse.stream(request, generation, form, serving.limits)
     else:
@@ -66,57 +72,49 @@ def _refuse_or_echo(fields: Fields) -> bool:
 class CompletionFormat(WholeFormat):
     """``text_completion`` objects."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        text: ModelText,
-        wish: Wish,
-        request_id: str,
-        model: str,
-        *,
-        echoes: list[str],
-    ) -> None:
+    def __init__(self, generation: Generation, text: ModelText, recipe: Recipe) -> None:
         super().__init__()
         self._generation = generation
         self._text = text
-        self._wish = wish
-        self._echoes = echoes
+        self._wish = recipe.wish
+        prompts = recipe.prompts if recipe.echo else ()
+        self._echoes = [text.text_of(prompt.list(), skip_special=True) for prompt in prompts]
         self._head = {
-            "id": request_id,
+            "id": recipe.request_id,
             "object": "text_completion",
-            "created": now_s(),
-            "model": model,
+            "created": recipe.created,
+            "model": recipe.model,
         }
 
-    def opening(self) -> bytes:
+    def opening(self) -> list[sse.Event]:
         """The echoed prompts, if asked for."""
         if not self._echoes:
-            return b""
-        return b"".join(
+            return []
+        return [
             self._chunk(Part(index, text=self._echo(index)))
             for index in range(self._generation.count)
-        )
+        ]
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: Part) -> list[sse.Event]:
         """A text chunk, a finish chunk, or both."""
-        out = b""
+        out: list[sse.Event] = []
         wants_tokens = self._wish.sampling.logprobs >= 0 or self._wish.return_token_ids
         if part.text or (wants_tokens and part.tokens):
-            out = self._chunk(Part(part.index, part.text, part.tokens))
+            out.append(self._chunk(Part(part.index, part.text, part.tokens)))
         if part.finish is not None:
-            out += self._chunk(Part(part.index, finish=part.finish))
+            out.append(self._chunk(Part(part.index, finish=part.finish)))
         return out
 
-    def closing(self) -> bytes:
+    def closing(self) -> list[sse.Event]:
         """The usage chunk, if wanted, and the end mark."""
         if not self._wish.include_usage:
-            return sse.DONE
+            return [sse.DONE]
         usage = self._generation.usage().object()
-        return sse.event({**self._head, "choices": [], "usage": usage}) + sse.DONE
+        return [{**self._head, "choices": [], "usage": usage}, sse.DONE]
 
-    def failure(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> list[sse.Event]:
         """One error event; no end mark."""
-        return sse.event({"error": error.object()})
+        return [{"error": error.object()}]
 
     def whole(self) -> bytes:
         choices = [
@@ -129,11 +127,11 @@ class CompletionFormat(WholeFormat):
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._wish.n] if self._echoes else ""
 
-    def _chunk(self, part: Part) -> bytes:
+    def _chunk(self, part: Part) -> dict[str, Any]:
         chunk: dict[str, Any] = {**self._head, "choices": [self._choice(part)]}
         if self._wish.continuous_usage:
             chunk["usage"] = self._generation.usage().object()
-        return sse.event(chunk)
+        return chunk
 
     def _choice(self, part: Part) -> dict[str, Any]:
         logprobs = None

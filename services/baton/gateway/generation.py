@@ -7,20 +7,16 @@ own words, so streaming or not, chat or completions, the text is the same.
 from __future__ import annotations
 
 import asyncio
-import secrets
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.core.ids import Peer
 from baton.core.outcomes import Ending, Reason
 from baton.gateway.errors import ApiError, of_outcome
 from baton.gateway.exchange import Exchange, Stream
-from baton.gateway.params import Wish, sampling_of
+from baton.gateway.params import Wish
+from baton.gateway.recipe import Recipe
 from baton.gateway.text import AnswerText, Piece, TextToken
 from baton.gateway.tokens import ModelText
 from baton.gateway.vocabulary import Deliver, End
-from baton.wire.messages import RequestSpec
 
 
 @dataclass(slots=True)
@@ -66,48 +62,17 @@ class Usage:
 class Generation:
     """The choices of one client request, running."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        text: ModelText,
-        wish: Wish,
-        prompts: Sequence[tuple[list[int], int]],
-        *,
-        request_id: str,
-        gateway: Peer,
-        deadline_ms: int,
-        traceparent: str = "",
-    ) -> None:
-        """``prompts`` are (ids, most output tokens); choice index = prompt * n + k."""
+    def __init__(self, exchange: Exchange, text: ModelText, recipe: Recipe, stream: Stream) -> None:
+        """``stream`` brings the ids of the recipe's choices."""
         self._exchange = exchange
-        self._prompt_tokens = sum(len(ids) for ids, _ in prompts)
-        self._choices: dict[str, _Choice] = {}
+        self._recipe = recipe
         self._failed: ApiError | None = None
-        self._n = wish.n
-        seed = wish.seed if wish.seed is not None else secrets.randbits(63)
-        specs = []
-        total = len(prompts) * wish.n
-        for number, (ids, max_tokens) in enumerate(prompts):
-            packed = array("I", ids).tobytes()
-            for k in range(wish.n):
-                index = number * wish.n + k
-                choice_id = request_id if total == 1 else f"{request_id}-{index}"
-                specs.append(
-                    RequestSpec(
-                        request_id=choice_id,
-                        gateway=gateway,
-                        prompt=packed,
-                        sampling=sampling_of(wish, seed, k),
-                        max_tokens=max_tokens,
-                        deadline_ms=deadline_ms,
-                        open_ended=wish.max_tokens is None,
-                        parent_id="" if total == 1 else request_id,
-                        traceparent=traceparent,
-                    )
-                )
-                self._choices[choice_id] = _Choice(choice_id, index, _answer(text, wish))
-        self._unfinished = total
-        self.stream: Stream = exchange.open(specs)
+        self._choices = {
+            choice_id: _Choice(choice_id, index, _answer(text, recipe.wish))
+            for index, choice_id in enumerate(recipe.choice_ids())
+        }
+        self._unfinished = recipe.choices
+        self.stream = stream
 
     @property
     def count(self) -> int:
@@ -154,11 +119,11 @@ class Generation:
 
     def usage(self) -> Usage:
         """Count the tokens so far. Prompt tokens count once, however many choices share them."""
-        choices = self._choices.values()
+        choices, n = self._choices.values(), self._recipe.wish.n
         return Usage(
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self._recipe.prompt_tokens,
             completion_tokens=sum(choice.completion_tokens for choice in choices),
-            cached_tokens=sum(c.cached_tokens for c in choices if c.index % self._n == 0),
+            cached_tokens=sum(c.cached_tokens for c in choices if c.index % n == 0),
         )
 
     def close(self, reason: Reason = Reason.CLIENT_CANCELLED) -> None:

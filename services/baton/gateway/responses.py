@@ -17,16 +17,17 @@ from baton.gateway.chat import WholeFormat, answer_whole
 from baton.gateway.errors import ApiError, invalid, not_supported
 from baton.gateway.fields import Fields
 from baton.gateway.generation import Generation, Part
-from baton.gateway.params import Wish, check_model, read_wish
+from baton.gateway.params import check_model, read_wish
 from baton.gateway.prompts import read_messages
-from baton.gateway.serving import Serving, new_id, now_s, read_fields
+from baton.gateway.recipe import Recipe
+from baton.gateway.serving import Serving, new_id, now_s, read_fields, seed_of
 
 
 async def responses(serving: Serving, request: Request) -> None:
     """Answer one response, streaming or whole."""
     fields = await read_fields(serving, request)
     form = await start_response(serving, fields, request.traceparent)
-    if form.wish.stream:
+    if form.recipe.wish.stream:
         await sse.stream(request, form.generation, form, serving.limits)
     else:
         await answer_whole(request, form.generation, form)
@@ -44,11 +45,22 @@ async def start_response(serving: Serving, fields: Fields, traceparent: str) -> 
     wish = read_wish(fields, serving.text, serving.limits, max_tokens_keys=("max_output_tokens",))
     wish = replace(wish, n=1)
     prompt = await serving.prompts.chat(fields, messages, "input")
-    response_id = new_id("resp_")
-    generation = serving.generate(
-        wish, [prompt], request_id=response_id, param="input", traceparent=traceparent
+    recipe = Recipe(
+        kind="response",
+        request_id=new_id("resp_"),
+        model=model,
+        created=now_s(),
+        wish=wish,
+        seed=seed_of(wish),
+        prompts=serving.prompts_of(wish, [prompt], "input"),
+        item_id=new_id("msg_"),
+        shown={
+            "instructions": fields.get("instructions"),
+            "max_output_tokens": fields.get("max_output_tokens"),
+            "metadata": _metadata(fields),
+        },
     )
-    return ResponseFormat(generation, wish, response_id, model, fields)
+    return ResponseFormat(serving.generate(recipe, traceparent), recipe)
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -97,24 +109,22 @@ def _read_input(fields: Fields) -> list[dict[str, Any]]:
 class ResponseFormat(WholeFormat):
     """A response's object, and its events with their sequence numbers."""
 
-    def __init__(
-        self, generation: Generation, wish: Wish, response_id: str, model: str, fields: Fields
-    ) -> None:
+    def __init__(self, generation: Generation, recipe: Recipe) -> None:
         super().__init__()
         self.generation = generation
-        self.wish = wish
-        self.response_id = response_id
-        self._model = model
-        self._fields = fields
-        self._created = now_s()
-        self._item_id = new_id("msg_")
+        self.recipe = recipe
+        self._item_id = recipe.item_id
         self._sequence = 0
         self._text: list[str] = []
         self._finish = ""
 
-    # --- as values (WebSocket) ------------------------------------------------------------------
+    @property
+    def response_id(self) -> str:
+        return self.recipe.request_id
 
-    def opening_events(self) -> list[dict[str, Any]]:
+    # --- events ---------------------------------------------------------------------------------
+
+    def opening(self) -> list[sse.Event]:
         """Return the events before the first text."""
         where = {"output_index": 0}
         part = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
@@ -125,7 +135,7 @@ class ResponseFormat(WholeFormat):
             self._event("response.content_part.added", **part, part=_text_part("")),
         ]
 
-    def part_events(self, part: Part) -> list[dict[str, Any]]:
+    def part(self, part: Part) -> list[sse.Event]:
         """Return the events of new text."""
         self._finish = part.finish or self._finish
         if not part.text:
@@ -142,7 +152,7 @@ class ResponseFormat(WholeFormat):
             )
         ]
 
-    def closing_events(self) -> list[dict[str, Any]]:
+    def closing(self) -> list[sse.Event]:
         """Return the events after the last text; the last one holds the whole response."""
         text = "".join(self._text)
         where: dict[str, Any] = {
@@ -159,40 +169,26 @@ class ResponseFormat(WholeFormat):
             self._event(f"response.{status}", response=self._response(status, [item])),
         ]
 
-    def failure_events(self, error: ApiError) -> list[dict[str, Any]]:
+    def failure(self, error: ApiError) -> list[sse.Event]:
         """Return the event of a failure in mid-stream."""
         response = self._response("failed")
         response["error"] = {"code": error.code or "server_error", "message": error.message}
         return [self._event("response.failed", response=response)]
 
-    def cancelled_events(self) -> list[dict[str, Any]]:
+    def cancelled(self) -> list[sse.Event]:
         """Return the terminal event of a response its client cancelled."""
         text = "".join(self._text)
         item = self._item("incomplete", [_text_part(text)])
         return [self._event("response.cancelled", response=self._response("cancelled", [item]))]
 
-    # --- as server-sent events ------------------------------------------------------------------
-
-    def opening(self) -> bytes:
-        return _lines(self.opening_events())
-
-    def part(self, part: Part) -> bytes:
-        return _lines(self.part_events(part))
-
-    def closing(self) -> bytes:
-        return _lines(self.closing_events())
-
-    def failure(self, error: ApiError) -> bytes:
-        return _lines(self.failure_events(error))
+    # --- objects --------------------------------------------------------------------------------
 
     def whole(self) -> bytes:
         for part in self.in_order():
-            self.part_events(part)
+            self.part(part)
         status = self._status()
         item = self._item(status, [_text_part("".join(self._text))])
         return orjson.dumps(self._response(status, [item]))
-
-    # --- objects --------------------------------------------------------------------------------
 
     def _status(self) -> str:
         return "incomplete" if self._finish == "length" else "completed"
@@ -214,28 +210,29 @@ class ResponseFormat(WholeFormat):
     def _response(self, status: str, output: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         ended = status in ("completed", "incomplete")
         usage = self.generation.usage()
+        sampling, shown = self.recipe.wish.sampling, self.recipe.shown
         return {
             "id": self.response_id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.recipe.created,
             "status": status,
             "error": None,
             "incomplete_details": (
                 {"reason": "max_output_tokens"} if status == "incomplete" else None
             ),
-            "instructions": self._fields.get("instructions"),
-            "max_output_tokens": self._fields.get("max_output_tokens"),
-            "model": self._model,
+            "instructions": shown["instructions"],
+            "max_output_tokens": shown["max_output_tokens"],
+            "model": self.recipe.model,
             "output": output or [],
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "temperature": self.wish.sampling.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
-            "top_p": self.wish.sampling.top_p,
+            "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": {
                 "input_tokens": usage.prompt_tokens,
@@ -247,7 +244,7 @@ class ResponseFormat(WholeFormat):
             if ended
             else None,
             "user": None,
-            "metadata": _metadata(self._fields),
+            "metadata": shown["metadata"],
         }
 
 
@@ -258,10 +255,3 @@ def _metadata(fields: Fields) -> dict[str, str]:
 
 def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _lines(events: list[dict[str, Any]]) -> bytes:
-    return b"".join(
-        b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
-        for event in events
-    )

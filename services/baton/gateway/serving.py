@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +18,7 @@ from baton.gateway.generation import Generation
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.params import Wish, check_context
 from baton.gateway.prompts import Prompts
+from baton.gateway.recipe import Prompt, Recipe
 from baton.gateway.tokens import ModelText
 from baton.runtime.logs import FilteringBoundLogger
 from baton.runtime.metrics import Metrics
@@ -52,30 +54,23 @@ class Serving:
         """Names under which the one model is served."""
         return frozenset({self.model_name})
 
-    def generate(
-        self,
-        wish: Wish,
-        prompts: list[list[int]],
-        *,
-        request_id: str,
-        param: str,
-        traceparent: str = "",
-    ) -> Generation:
-        """Check the context and submit."""
-        sized = [
-            (ids, check_context(wish, len(ids), self.text.info.context_max, param))
+    def prompts_of(self, wish: Wish, prompts: list[list[int]], param: str) -> tuple[Prompt, ...]:
+        """Return the prompts of a recipe, each with the most tokens that may follow it.
+
+        Raises:
+            ApiError: prompt and answer do not fit the model's context.
+        """
+        context = self.text.info.context_max
+        return tuple(
+            Prompt(array("I", ids).tobytes(), check_context(wish, len(ids), context, param))
             for ids in prompts
-        ]
-        return Generation(
-            self.exchange,
-            self.text,
-            wish,
-            sized,
-            request_id=request_id,
-            gateway=self.me,
-            deadline_ms=self.limits.request_deadline_ms,
-            traceparent=traceparent,
         )
+
+    def generate(self, recipe: Recipe, traceparent: str) -> Generation:
+        """Submit the choices of a recipe."""
+        specs = recipe.specs(self.me, self.limits.request_deadline_ms, traceparent)
+        stream = self.exchange.open(list(specs))
+        return Generation(self.exchange, self.text, recipe, stream)
 
     def gauges(self) -> Mapping[str, float]:
         """Return the values of the HTTP layer's gauges."""
@@ -95,6 +90,11 @@ class Handler(Protocol):
 def new_id(prefix: str) -> str:
     """Return a request id that nobody can guess."""
     return f"{prefix}{secrets.token_hex(14)}"
+
+
+def seed_of(wish: Wish) -> int:
+    """Return the client's seed, or one of its own for this request."""
+    return wish.seed if wish.seed is not None else secrets.randbits(63)
 
 
 def now_s() -> int:

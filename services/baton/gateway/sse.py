@@ -6,7 +6,8 @@ error), what is written while nothing happens, and how it ends: ``[DONE]`` only 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import orjson
 
@@ -23,32 +24,43 @@ HEADERS: Headers = [
     (b"x-should-retry", b"false"),
 ]
 KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
+DONE = "[DONE]"
+
+Event = dict[str, Any] | str
+"""One event: a JSON object, or :data:`DONE`."""
 
 
 class Format(Protocol):
-    """An endpoint's way to say what happens."""
+    """An endpoint's way to say what happens, as events."""
 
-    def opening(self) -> bytes:
+    def opening(self) -> list[Event]:
         """Return the events before the first part."""
         ...
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: Part) -> list[Event]:
         """Return the events of one choice's part."""
         ...
 
-    def closing(self) -> bytes:
+    def closing(self) -> list[Event]:
         """Return the events after the last part, the end mark included."""
         ...
 
-    def failure(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> list[Event]:
         """Return the events of a failure in mid-stream; nothing follows."""
         ...
 
 
-def event(value: object) -> bytes:
-    """Return one event with ``value`` as one line of JSON."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+def lines(events: Iterable[Event]) -> bytes:
+    """Return ``events`` as they go over HTTP; what has a type is named by it."""
+    return b"".join([_lines(event) for event in events])
+
+
+def _lines(event: Event) -> bytes:
+    if isinstance(event, str):
+        return b"data: " + event.encode() + b"\n\n"
+    kind = event.get("type")
+    name = b"event: " + kind.encode() + b"\n" if kind is not None else b""
+    return name + b"data: " + orjson.dumps(event) + b"\n\n"
 
 
 async def stream(request: Request, generation: Generation, form: Format, limits: Limits) -> None:
@@ -83,15 +95,15 @@ async def _run(
         except ApiError as error:
             if not started:
                 raise
-            await guard.guard(request.write(form.failure(error), more=False))
+            await guard.guard(request.write(lines(form.failure(error)), more=False))
             return
         if started:
             out = b""
         else:
             started = True
             await request.start(200, HEADERS)
-            out = form.opening()
-        out += b"".join([form.part(part) for part in parts]) if parts else KEEP_ALIVE
+            out = lines(form.opening())
+        out += b"".join([lines(form.part(part)) for part in parts]) if parts else KEEP_ALIVE
         if out:
             await guard.guard(request.write(out))
-    await guard.guard(request.write(form.closing(), more=False))
+    await guard.guard(request.write(lines(form.closing()), more=False))

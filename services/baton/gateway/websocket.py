@@ -22,6 +22,7 @@ from baton.gateway.fields import Fields, parse_object
 from baton.gateway.generation import ClientLeft
 from baton.gateway.responses import ResponseFormat, start_response
 from baton.gateway.serving import Serving
+from baton.gateway.sse import Event
 
 #: More responses running or waiting on one socket are refused with an error event.
 STREAMS_MAX = 64
@@ -179,30 +180,31 @@ class _Socket:
 
     async def _stream(self, form: ResponseFormat, stream_id: str | None) -> None:
         # At once, unlike over HTTP: the client needs the id to cancel what still waits.
-        await self._events(form, form.opening_events(), stream_id)
+        await self._events(form, form.opening(), stream_id)
         generation = form.generation
         try:
             while not generation.done:
                 for part in await generation.parts(self._serving.limits.keepalive_ms / 1000):
-                    await self._events(form, form.part_events(part), stream_id)
+                    await self._events(form, form.part(part), stream_id)
         except ApiError as error:
-            failed = form.failure_events(error)
+            failed = form.failure(error)
             await self._events(form, failed, stream_id)
             return
         except ClientLeft as left:
             if left.reason is Reason.CLIENT_CANCELLED:
-                await self._events(form, form.cancelled_events(), stream_id)
+                await self._events(form, form.cancelled(), stream_id)
             elif left.reason is Reason.SLOW_READER:
                 self._request.abort()
             return
-        await self._events(form, form.closing_events(), stream_id)
+        await self._events(form, form.closing(), stream_id)
 
     # --- writing --------------------------------------------------------------------------------
 
     async def _events(
-        self, form: ResponseFormat, events: list[dict[str, Any]], stream_id: str | None
+        self, form: ResponseFormat, events: list[Event], stream_id: str | None
     ) -> None:
         for event in events:
+            assert isinstance(event, dict)
             event["response_id"] = form.response_id
             if stream_id is not None:
                 event["stream_id"] = stream_id
