@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 BATON := $(VENV_PYTHON) -m baton.cli.main
-PYTEST := $(VENV_PYTHON) -m pytest
+PROVE := $(VENV_PYTHON) scripts/prove.py
 # Looking at a cluster installs nothing.
 NOTHING := "nothing installed, nothing runs; start with make run or make up"
 INSTALLED := if [ ! -e .venv/stamp.baton ]; then echo $(NOTHING) >&2; exit 1; fi
@@ -50,11 +50,11 @@ logs: ## print the newest lines of all logs
 
 .PHONY: test
 test: install-dev model ## prove a commit: unit, simulation, conformance, integration (< 15 minutes)
-	@exec $(PYTEST) -m "not slow" $(ARGS)
+	@exec $(PROVE) -m "not slow" $(ARGS)
 
 .PHONY: test-all
 test-all: install-dev model ## the same and the slow tests
-	@exec $(PYTEST) $(ARGS)
+	@exec $(PROVE) $(ARGS)
 
 .PHONY: lint
 lint: install-dev ## style (ruff) and import rules (import-linter)

@@ -122,7 +122,8 @@ def test_a_hello_of_another_version_is_refused_with_both_versions(inbox: Inbox) 
     inbox.counted("frame_version", stranger, [header, b"?"])
     refusal = inbox.refusal(stranger)
     assert refusal.code == "version"
-    assert "decode-0/1 speaks protocol version 1, prefill-9/7 speaks 99" in refusal.text
+    mine = f"decode-0/1 speaks protocol version {frames.PROTOCOL_VERSION}"
+    assert f"{mine}, prefill-9/7 speaks 99" in refusal.text
     (reported,) = inbox.node.refusals()
     assert (reported.worker_id, reported.text) == ("prefill-9", refusal.text)
     inbox.unharmed()
