@@ -13,13 +13,17 @@ from baton.ports.ledger import (
     AdmitRequest,
     AdvanceRequest,
     AnyOp,
+    ClaimResumable,
+    CloseResumable,
     Done,
     EndRequest,
     LeaseHeld,
     LeaseLost,
+    OpenResumable,
     PlaceRequest,
     ReleaseLease,
     RenewLease,
+    Resumable,
     RetryRequest,
 )
 from support.ledger_bench import COMPLETED, DECODE, GATEWAY, PREFILL, ROUTER, TTL, member, spec
@@ -49,6 +53,9 @@ def test_every_op_stays_in_its_pools_slot(server: LedgerServer) -> None:
         (RetryRequest("r1", 1, ROUTER), Done),
         (PlaceRequest("r1", 2, ROUTER, DECODE, None), Done),
         (EndRequest("r1", 2, COMPLETED, GATEWAY), Done),
+        (OpenResumable("c", GATEWAY, "t", "", ("r",), b"recipe", 10, 60_000, "i"), Resumable),
+        (ClaimResumable("c", GATEWAY, "n", "", repeat="i", new_token="t2"), Resumable),
+        (CloseResumable("c", 1, 60_000, b"answer", repeat="i"), Resumable),
         (ReleaseLease(ROUTER), LeaseLost),
     ]
 

@@ -14,11 +14,14 @@ from baton.ports.ledger import (
     AdmitRequest,
     AdvanceRequest,
     AnyOp,
+    ClaimResumable,
+    CloseResumable,
     Conflict,
     Done,
     EndRequest,
     LeaseHeld,
     LeaseLost,
+    OpenResumable,
     PlaceRequest,
     ReleaseLease,
     RenewLease,
@@ -36,6 +39,9 @@ OPS: list[AnyOp] = [
     AdvanceRequest("r1", 1, S.DECODING, DECODE),
     RetryRequest("r1", 1, ROUTER),
     EndRequest("r1", 1, COMPLETED, GATEWAY),
+    OpenResumable("c1", GATEWAY, "t", "k", ("c1",), b"recipe", 1_000, 2_000, "i", "b"),
+    ClaimResumable("c1", GATEWAY, "n", "k", "t"),
+    CloseResumable("c1", 0, 1_000, b"answer"),
 ]
 
 

@@ -36,8 +36,8 @@ log = structlog.get_logger(__name__)
 class SharedArena:
     """An arena this process owns (``baton.ports.channel.OwnArena``). Made by :meth:`create`.
 
-    ``verify`` and ``checksums`` may run in any thread; everything else belongs to one. The memory is
-    zero when new, and so is every record (FREE, generation 0).
+    ``verify`` and ``checksums`` may run in any thread; everything else belongs to one. The memory
+    is zero when new, and so is every record (FREE, generation 0).
     """
 
     def __init__(self, fd: int, path: Path, header: Header, note: str) -> None:

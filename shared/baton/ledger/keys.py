@@ -15,6 +15,10 @@ key                   type   holds
                              hour longer than the last lease of that name
 ``…:request:<id>``    hash   one request, see below. Expires ``terminal_ttl_ms`` after its end, or
                              that long after its deadline if nobody ended it
+``…:resumable:<id>``  hash   one resumable request of a client, see below. Expires with its life, or
+                             after its window once closed
+``…:repeat:<digest>`` hash   an idempotency key: ``id`` of its resumable, ``body`` the digest of
+                             what was asked for. Expires with it
 ``…:owners``          zset   ``<peer> <id>`` for router, gateway, decode and prefill of each live
                              request, scored by the time when the record itself would expire
 ===================== ====== =======================================================================
@@ -23,6 +27,11 @@ Fields of a request: ``state``, ``epoch``, ``attempts``; the peers ``router``, `
 ``decode``, ``prefill`` ("" where nobody); ``spec`` (RequestSpec, msgpack); ``expires_at``;
 ``op:<op id>`` -> state and attempts that op was answered with, of the current epoch only (a retry
 drops the old ones and keeps its own); ``outcome`` (msgpack) and ``ended_by`` once terminal.
+
+Fields of a resumable: ``gateway`` and its ``turn``; ``token``, ``owner``, ``repeat``: digests,
+never the secrets; ``requests`` (msgpack) and ``recipe``: what its gateway needs; ``window`` and
+``life`` in milliseconds; ``claim`` the last one; ``again`` the turn in which its requests were
+made again; ``closed`` ("", ``kept`` or ``over``) and ``answer``.
 """
 
 from __future__ import annotations
@@ -47,6 +56,12 @@ class Keys:
 
     def request(self, request_id: str) -> str:
         return f"{self._prefix}:request:{request_id}"
+
+    def resumable(self, resumable_id: str) -> str:
+        return f"{self._prefix}:resumable:{resumable_id}"
+
+    def repeat(self, digest: str) -> str:
+        return f"{self._prefix}:repeat:{digest}"
 
 
 def owner_entry(peer: Peer, request_id: str) -> str:

@@ -26,15 +26,22 @@ from baton.ports.ledger import (
     AdmitRequest,
     AdvanceRequest,
     AnyOp,
+    ClaimResumable,
+    CloseResumable,
     Conflict,
+    Denial,
+    Denied,
     Done,
     EndRequest,
     LeaseHeld,
     LeaseLost,
+    OpenResumable,
     PlaceRequest,
     ReleaseLease,
     RenewLease,
+    Repeated,
     Reply,
+    Resumable,
     RetryRequest,
     op_id,
     sources_of,
@@ -54,10 +61,14 @@ _SCRIPTS: tuple[tuple[type[AnyOp], str, str], ...] = (
     (AdvanceRequest, "request_prelude", "advance_request"),
     (RetryRequest, "request_prelude", "retry_request"),
     (EndRequest, "request_prelude", "end_request"),
+    (OpenResumable, "resumable_prelude", "open_resumable"),
+    (ClaimResumable, "resumable_prelude", "claim_resumable"),
+    (CloseResumable, "resumable_prelude", "close_resumable"),
 )
 
 _encode = msgspec.msgpack.Encoder().encode
 _outcome_decoder = msgspec.msgpack.Decoder(Outcome)
+_strings_decoder = msgspec.msgpack.Decoder(tuple[str, ...])
 _member_decoder = msgspec.msgpack.Decoder(Member)
 
 Word = bytes | str | int
@@ -128,8 +139,24 @@ class Scribe:
             case EndRequest(outcome=outcome, by=by):
                 own = (str(by), _encode(outcome), self._limits.terminal_ttl_ms)
                 return self._request(op, op.request_id, op.epoch, "", own)
+            case OpenResumable():
+                requests = _encode(op.requests)
+                own = (str(op.gateway), op.token, op.owner, requests, op.recipe, op.window_ms)
+                own = (*own, op.life_ms, op.repeat, op.body, int(op.anew))
+                return self._resumable(op.resumable_id, op.repeat, own)
+            case ClaimResumable():
+                own = (str(op.gateway), op.claim, op.owner, op.token, op.repeat, op.new_token)
+                return self._resumable(op.resumable_id, op.repeat, (*own, int(op.again)))
+            case CloseResumable():
+                own = (op.turn, op.keep_ms, op.answer, "over" if op.over else "kept")
+                return self._resumable(op.resumable_id, op.repeat, own)
             case _:
                 assert_never(op)
+
+    def _resumable(
+        self, resumable_id: str, repeat: str, own: Sequence[Word]
+    ) -> tuple[Sequence[Word], Sequence[Word]]:
+        return (self.keys.resumable(resumable_id), self.keys.repeat(repeat)), (resumable_id, *own)
 
     def _lease(
         self, peer: Peer, ttl_ms: int, own: Sequence[Word]
@@ -192,6 +219,24 @@ def _read(reply: RespReply) -> Reply:
         case [b"conflict", int(epoch), state, bytes(outcome)]:
             ended = _outcome_decoder.decode(outcome) if outcome else None
             return Conflict(epoch, RequestState(_text(state)), ended)
+        case [
+            b"resumable",
+            int(turn),
+            int(again),
+            int(window_ms),
+            repeat,
+            bytes(requests),
+            bytes(recipe),
+            int(closed),
+            bytes(answer),
+        ]:
+            ids = _strings_decoder.decode(requests)
+            head = (turn, again, window_ms, _text(repeat), ids, recipe)
+            return Resumable(*head, bool(closed), answer)
+        case [b"repeated", resumable_id, int(same)]:
+            return Repeated(_text(resumable_id), bool(same))
+        case [b"denied", denial]:
+            return Denied(Denial(_text(denial)))
         case [b"lost", ledger_id]:
             return LeaseLost(_text(ledger_id))
         case [b"held", ledger_id, int(rebuilding), int(lost_len), *rest]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol, assert_never
 
 import msgspec
@@ -106,6 +107,63 @@ class EndRequest(Op, frozen=True):
     by: Peer
 
 
+class OpenResumable(Op, frozen=True):
+    """A client's request that asked to outlive its connection: one record for all its choices.
+
+    :class:`Resumable` if it is new (or this very opening, repeated), :class:`Repeated` if
+    ``repeat`` names one that is there, unless ``anew``: then this one takes its place."""
+
+    resumable_id: str
+    gateway: Peer
+    token: str
+    """Digest of the token's secret; the secret itself is the client's alone."""
+    owner: str
+    """Digest of the API key that may resume it, "" where there are no keys."""
+    requests: tuple[str, ...]
+    """Request ids of the choices."""
+    recipe: bytes
+    """What its gateway needs beside the token ids; opaque here."""
+    window_ms: int
+    life_ms: int
+    """The record goes after this, closed or not."""
+    repeat: str = ""
+    """Digest of the client's idempotency key and its owner."""
+    body: str = ""
+    """Digest of what was asked for with that key."""
+    anew: bool = False
+
+
+class ClaimResumable(Op, frozen=True):
+    """``gateway`` serves its client from now on: the turn grows. By whoever shows the token, or the
+    idempotency key (then ``new_token`` replaces the token), and is its owner.
+
+    :class:`Resumable`, or :class:`Denied`. ``again``: its requests are over and their ids are lost;
+    they are made again under ids of their own. ``claim`` tells a repetition from another claim."""
+
+    resumable_id: str
+    gateway: Peer
+    claim: str
+    owner: str
+    token: str = ""
+    repeat: str = ""
+    new_token: str = ""
+    again: bool = False
+
+
+class CloseResumable(Op, frozen=True):
+    """Every choice has its outcome: ``answer`` is kept for ``keep_ms``. With ``over`` nobody wants
+    it any more, and its idempotency key is free. :class:`Resumable`, or :class:`Denied` if it is
+    unknown, or was claimed since (an answer is taken all the same: it is the same whoever says so).
+    """
+
+    resumable_id: str
+    turn: int
+    keep_ms: int
+    answer: bytes = b""
+    over: bool = False
+    repeat: str = ""
+
+
 def op_id(op: PlaceRequest | AdvanceRequest | RetryRequest) -> str:
     """Return what tells a repetition from another op on the same request and epoch."""
     match op:
@@ -164,6 +222,9 @@ AnyOp = (
     | AdvanceRequest
     | RetryRequest
     | EndRequest
+    | OpenResumable
+    | ClaimResumable
+    | CloseResumable
 )
 
 
@@ -197,6 +258,52 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumable:
+    """The record as it stands after the op."""
+
+    turn: int
+    """0 when it was opened; grows with each claim."""
+    again: int
+    """The turn in which its requests were made again, 0: never."""
+    window_ms: int
+    repeat: str
+    requests: tuple[str, ...]
+    recipe: bytes
+    closed: bool = False
+    answer: bytes = b""
+    """What was kept when it was closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """The idempotency key is in use."""
+
+    resumable_id: str
+    same: bool
+    """Whether the same was asked for with it."""
+
+
+class Denial(StrEnum):
+    """Why a resumable is not given."""
+
+    UNKNOWN = "unknown"
+    """There is none (any more), or the secret is wrong."""
+    FOREIGN = "foreign"
+    """It is another API key's."""
+    OVER = "over"
+    """It was cancelled, or nobody came back within its window."""
+    CLAIMED = "claimed"
+    """Another gateway serves it now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """Nothing changed."""
+
+    denial: Denial
+
+
+@dataclass(frozen=True, slots=True)
 class Conflict:
     """Nothing changed; this is what the record says. ``state`` is ``None``: no such record."""
 
@@ -205,7 +312,7 @@ class Conflict:
     outcome: Outcome | None = None
 
 
-Reply = LeaseHeld | LeaseLost | Done | Conflict
+Reply = LeaseHeld | LeaseLost | Done | Conflict | Resumable | Repeated | Denied
 
 
 @dataclass(frozen=True, slots=True)

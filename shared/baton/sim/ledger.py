@@ -22,11 +22,14 @@ from baton.ports.ledger import (
     AdmitRequest,
     AdvanceRequest,
     AnyOp,
+    ClaimResumable,
+    CloseResumable,
     Conflict,
     Done,
     EndRequest,
     LeaseHeld,
     LeaseLost,
+    OpenResumable,
     PlaceRequest,
     ReleaseLease,
     RenewLease,
@@ -37,6 +40,7 @@ from baton.ports.ledger import (
     sources_of,
     target_of,
 )
+from baton.sim.resumables import ResumableModel
 from baton.wire.messages import RequestSpec
 
 OnAnswer = Callable[[Reply | Unavailable], None]
@@ -94,6 +98,7 @@ class LedgerModel:
         self.seats: dict[str, list[int]] = {}
         """Incarnations of a worker_id, newest first."""
         self.records: dict[str, Record] = {}
+        self.resumables = ResumableModel()
 
     def owned(self, peer: Peer) -> set[str]:
         """Return the live requests that ``peer`` works on."""
@@ -111,6 +116,8 @@ class LedgerModel:
             case PlaceRequest() | AdvanceRequest() | RetryRequest() | EndRequest():
                 record = self.records.get(op.request_id)
                 return Conflict(0, None) if record is None else self._move(op, record, now_ms)
+            case OpenResumable() | ClaimResumable() | CloseResumable():
+                return self.resumables.execute(op, now_ms)
             case _:
                 assert_never(op)
 

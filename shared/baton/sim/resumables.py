@@ -1,0 +1,126 @@
+"""The simulator's records of resumable requests: what the scripts of the ledger do, in memory.
+
+Decides what ``lua/*_resumable.lua`` decide, and is held to it by the same tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.core.ids import Peer
+from baton.ports.ledger import (
+    ClaimResumable,
+    CloseResumable,
+    Denial,
+    Denied,
+    OpenResumable,
+    Repeated,
+    Reply,
+    Resumable,
+)
+
+ResumableOp = OpenResumable | ClaimResumable | CloseResumable
+
+
+@dataclass(slots=True)
+class _Record:
+    op: OpenResumable
+    token: str
+    gateway: Peer
+    expires_at: int
+    turn: int = 0
+    claim: str = ""
+    again: int = 0
+    closed: str = ""
+    answer: bytes = b""
+
+    def given(self) -> Resumable:
+        op = self.op
+        head = (self.turn, self.again, op.window_ms, op.repeat, op.requests, op.recipe)
+        return Resumable(*head, bool(self.closed), self.answer)
+
+
+@dataclass(slots=True)
+class _Repeat:
+    resumable_id: str
+    body: str
+    expires_at: int
+
+
+class ResumableModel:
+    """All resumables of one ledger."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, _Record] = {}
+        self.repeats: dict[str, _Repeat] = {}
+
+    def execute(self, op: ResumableOp, now: int) -> Reply:
+        """Make one transition."""
+        for key in [k for k, record in self.records.items() if record.expires_at <= now]:
+            del self.records[key]
+        for key in [k for k, repeat in self.repeats.items() if repeat.expires_at <= now]:
+            del self.repeats[key]
+        match op:
+            case OpenResumable():
+                return self._open(op, now)
+            case ClaimResumable():
+                return self._claim(op, now)
+            case CloseResumable():
+                return self._close(op, now)
+
+    def _open(self, op: OpenResumable, now: int) -> Reply:
+        record = self.records.get(op.resumable_id)
+        if record is not None:
+            return record.given()
+        known = self.repeats.get(op.repeat) if op.repeat and not op.anew else None
+        if known is not None:
+            return Repeated(known.resumable_id, known.body == op.body)
+        record = _Record(op, op.token, op.gateway, now + op.life_ms)
+        self.records[op.resumable_id] = record
+        if op.repeat:
+            self.repeats[op.repeat] = _Repeat(op.resumable_id, op.body, now + op.life_ms)
+        return record.given()
+
+    def _claim(self, op: ClaimResumable, now: int) -> Reply:
+        record = self.records.get(op.resumable_id)
+        if record is None:
+            return Denied(Denial.UNKNOWN)
+        mine = record.op.owner == op.owner
+        repeated = record.claim == op.claim
+        by_token = bool(op.token) and op.token == record.token
+        by_repeat = bool(op.repeat) and op.repeat == record.op.repeat
+        if not (mine if repeated else by_token or by_repeat):
+            return Denied(Denial.UNKNOWN)
+        if not mine:
+            return Denied(Denial.FOREIGN)
+        if record.closed == "over":
+            return Denied(Denial.OVER)
+        if repeated:
+            return record.given()
+        record.turn += 1
+        if not record.answer and (op.again or record.closed):
+            record.again, record.closed = record.turn, ""
+            record.expires_at = now + record.op.life_ms
+            if (repeat := self._repeat_of(op)) is not None:
+                repeat.expires_at = record.expires_at
+        record.gateway, record.claim = op.gateway, op.claim
+        record.token = op.new_token or record.token
+        return record.given()
+
+    def _close(self, op: CloseResumable, now: int) -> Reply:
+        record = self.records.get(op.resumable_id)
+        if record is None:
+            return Denied(Denial.UNKNOWN)
+        if not record.closed and not (op.turn < record.turn and op.over):
+            record.closed, record.answer = "over" if op.over else "kept", op.answer
+            record.expires_at = now + op.keep_ms
+            repeat = self._repeat_of(op)
+            if repeat is not None and op.over:
+                del self.repeats[op.repeat]
+            elif repeat is not None:
+                repeat.expires_at = record.expires_at
+        return record.given() if op.turn == record.turn else Denied(Denial.CLAIMED)
+
+    def _repeat_of(self, op: ClaimResumable | CloseResumable) -> _Repeat | None:
+        repeat = self.repeats.get(op.repeat)
+        return repeat if repeat is not None and repeat.resumable_id == op.resumable_id else None
