@@ -11,7 +11,7 @@ import pytest
 
 from baton.core.ids import Peer
 from baton.core.lifecycles import BlockState
-from baton.ports.channel import ArenaGone, ArenaInUse, BlockMark
+from baton.ports.channel import ArenaGone, ArenaInUse, BlockMark, NamedBlock
 from baton.wire.messages import TicketBlock
 from support.channel_fixtures import shared_directory
 from support.channel_hosts import FakeHost, RealHost
@@ -302,3 +302,84 @@ def test_closing_without_unlinking_leaves_the_memory_to_a_successor(host: Any) -
     arena.close(unlink=False)
     arena.close(unlink=False)
     assert host.reclaim("test") == [arena.ref.path]
+
+
+# --- imports --------------------------------------------------------------------------------------
+
+
+def named(block: int, name: bytes, checksum: int = 7) -> BlockMark:
+    return BlockMark(block, BlockState.CACHED, 1, chain=name, checksum=checksum)
+
+
+NAMES = [bytes([number]) * 16 for number in range(1, 9)]
+
+
+def test_a_foreign_arena_is_found_by_its_workers_name_and_its_blocks_by_theirs(host: Any) -> None:
+    """Whatever block they lie in; a name that is not there is nowhere."""
+    arena = host.create(blocks=8)
+    arena.mark([named(5, NAMES[0], 2**64 - 1), named(0, NAMES[1]), named(7, NAMES[2])])
+    source = host.sources().open(OWNER.worker_id)
+    found = source.find([NAMES[1], NAMES[3], NAMES[0], NAMES[2]])
+    assert found == [NamedBlock(0, 7), None, NamedBlock(5, 2**64 - 1), NamedBlock(7, 7)]
+    source.close()
+
+
+def test_names_are_compared_to_their_end(host: Any) -> None:
+    """Two that begin alike are two."""
+    arena = host.create(blocks=2)
+    arena.mark([named(0, NAMES[0])])
+    source = host.sources().open(OWNER.worker_id)
+    assert source.find([NAMES[0][:15] + b"\0"]) == [None]
+    source.close()
+
+
+def test_a_block_is_copied_whole(host: Any) -> None:
+    """What the owner stored is what the copy has; the source stays what it is."""
+    arena = host.create(blocks=8)
+    arena.memory[:] = pattern(len(arena.memory))
+    size = LAYOUT.block_bytes
+    target = memoryview(bytearray(size))
+    source = host.sources().open(OWNER.worker_id)
+    assert source.copy(7, target)
+    assert target == arena.memory[7 * size :]
+    assert not source.copy(8, target), "behind the arena's end is nothing"
+    source.close()
+
+
+@pytest.mark.parametrize("fate", ["alive", "dead", "replaced", "closed"])
+def test_what_becomes_of_its_owner_does_not_matter_to_a_source(host: Any, fate: str) -> None:
+    """Once open it is read to its end, also when its name is gone: copies are verified anyway."""
+    arena = host.create()
+    arena.memory[:] = pattern(len(arena.memory))
+    wanted = bytes(arena.memory[: LAYOUT.block_bytes])
+    arena.mark([named(0, NAMES[0])])
+    if fate == "dead":
+        host.die(arena, OWNER.incarnation)
+    source = host.sources().open(OWNER.worker_id)
+    if fate == "closed":
+        arena.close(unlink=True)
+    elif fate == "replaced":
+        host.die(arena, OWNER.incarnation)
+        host.create(Peer(OWNER.worker_id, OWNER.incarnation + 1))
+    target = memoryview(bytearray(LAYOUT.block_bytes))
+    assert source.find([NAMES[0]]) == [NamedBlock(0, 7)]
+    assert source.copy(0, target) and bytes(target) == wanted
+    source.close()
+
+
+def test_an_arena_that_is_not_there_cannot_be_imported_from(host: Any) -> None:
+    """No such worker, another cluster's, or a name that is no file name."""
+    host.create(cluster="other")
+    for name in (OWNER.worker_id, "decode-9", "../../etc/passwd", ""):
+        with pytest.raises(ArenaGone, match="cannot be opened"):
+            host.sources().open(name)
+
+
+@pytest.mark.parametrize("differs", ["layout", "kernels"])
+def test_kv_of_another_kind_is_not_imported(host: Any, differs: str) -> None:
+    """The same bytes would mean something else: refused with both values."""
+    host.create()
+    layout = msgspec.structs.replace(LAYOUT, heads=3) if differs == "layout" else LAYOUT
+    compat = COMPAT if differs == "layout" else msgspec.structs.replace(COMPAT, kernels="other")
+    with pytest.raises(ArenaGone, match="does not fit"):
+        host.sources(layout, compat).open(OWNER.worker_id)

@@ -53,6 +53,11 @@ class Scenario:
     gateway_kills: int = 0
     flips: int = 0
     """Bits inverted between the storing of a chunk and its verification."""
+    rots: int = 0
+    """Named blocks of decode workers' arenas in which a bit is inverted after their owner's death,
+    before anybody else reads them."""
+    drains: int = 0
+    """Decode workers that are asked to shut down (SIGTERM) and started again."""
     stalls: int = 0
     """Prefill frozen after its look at the fence and before its stores, for longer than decode
     waits: it stores when it wakes, into whatever the blocks are by then."""
@@ -92,6 +97,8 @@ def draw(seed: int) -> Scenario:
         stalls=0 if calm else random.choice((0, 0, 1, 2)),
         cuts=0 if calm else random.choice((0, 0, 1, 3)),
         faults=noisy,
+        rots=random.choice((0, 0, 2, 6)),
+        drains=random.choice((0, 0, 1, 2)),
     )
 
 
@@ -121,7 +128,7 @@ class Cluster:
         self.counts: Counter[str] = Counter()
         self.incarnations = 0
         self.calm = False
-        self.flips = self.stalls = 0
+        self.flips = self.stalls = self.rots = 0
         self.clients = Clients(self)
         names = [(Role.GATEWAY, "gateway-0")]
         names += [(Role.ROUTER, f"router-{n}") for n in range(self.scenario.routers)]
@@ -165,6 +172,13 @@ class Cluster:
         if self.calm or self.stalls >= self.scenario.stalls or self.clock.random.random() > 0.1:
             return False
         self.stalls += 1
+        return True
+
+    def rots_now(self) -> bool:
+        """Whether a bit turns over in the arena of a decode worker that was just killed."""
+        if self.rots >= self.scenario.rots:
+            return False
+        self.rots += 1
         return True
 
     def flips_now(self) -> bool:
@@ -217,6 +231,10 @@ class Cluster:
             at = clock.random.uniform(0, scenario.spread_s)
             clock.call_later(at, victim.freeze)
             clock.call_later(at + clock.random.choice((0.3, 1.0, 3.0)), victim.thaw)
+        decodes = [p for p in workers if p.role is Role.DECODE]
+        for _ in range(scenario.drains):
+            victim = clock.random.choice(decodes)
+            clock.call_later(clock.random.uniform(0, scenario.spread_s), victim.drain)
         for _ in range(scenario.cuts):
             self._cut_a_link(clock.random.uniform(0, scenario.spread_s))
         for _ in range(scenario.ledger_faults):

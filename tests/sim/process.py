@@ -6,16 +6,16 @@ the run's one source of chance, and can be killed, frozen and started again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from baton.core.events import LeaseChanged, TimePassed
+from baton.core.events import DrainRequested, LeaseChanged, TimePassed
 from baton.core.ids import Member, Peer, Role
 from baton.core.outcomes import Reason
 from baton.core.prefix import chain_root
-from baton.decode.io import MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
+from baton.decode.io import ImportBlocks, MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
 from baton.decode.machine import DecodeMachine
-from baton.decode.work import probe, run_step, verify
+from baton.decode.work import bring, probe, run_step, verify
 from baton.engine.fake import FakeEngine
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import Deliver, End, ReportsReady
@@ -82,7 +82,7 @@ class Process:
             boot_id="sim",
             compat=cluster.compat,
         )
-        self.alive, self.frozen = True, False
+        self.alive, self.frozen, self.drained = True, False, False
         self._pending: list[Callable[[], None]] = []
         self._queue: list[object] = []
         self._handling = False
@@ -137,12 +137,29 @@ class Process:
         self.alive = False
         self.cluster.tell(self.worker_id, "killed", {})
         self.cluster.host.kill(self.me.incarnation)
+        if self.role is Role.DECODE and not self.drained:
+            self._rot()
         self.cluster.leave(self)
         self.ledger.crash()
         for timer in (self._timer, self._lease_timer):
             if timer is not None:
                 timer.cancel()
         self.cluster.clock.call_later(RESTART_S, self.start)
+
+    def _rot(self) -> None:
+        """Turn bits over in what this one leaves behind."""
+        random, layout, arena = self.cluster.clock.random, self.cluster.layout, self.arena
+        named = [n for n in range(arena.blocks_total) if arena.marked(n).chain]
+        while named and self.cluster.rots_now():
+            block = named.pop(random.randrange(len(named)))
+            byte = random.randrange(layout.block_bytes)
+            self.cluster.host.flip(arena.ref, block, byte, 1 << random.randrange(8))
+            self.cluster.tell(self.worker_id, "rotten", {"block": block})
+
+    def drain(self) -> None:
+        """SIGTERM: it finishes or hands over what it has, ends, and is started again."""
+        if self.alive:
+            self.later(0.0, lambda: self.feed(DrainRequested()))
 
     def freeze(self) -> None:
         """SIGSTOP: nothing runs, locks stay, what arrives waits."""
@@ -262,14 +279,19 @@ class Process:
                 self.cluster.tell(self.worker_id, event, fields)
                 if _wrong_kv(self.role, fields):
                     self.kv_errors += 1
-            case Measure(name, value):
+            case Measure(name, value, labels):
                 self.cluster.counts[name] += value
+                for label in labels.values():
+                    self.cluster.counts[f"{name}:{label}"] += value
             case Exit(code, reason):
                 self._exit(code, reason)
             case MarkBlocks(marks):
                 self.arena.mark(marks)
             case VerifyBlocks():
                 self.later(self._some(0.002), lambda: self.feed(self._verified(command)))
+            case ImportBlocks():
+                sources = self.cluster.host.sources("sim", self.cluster.layout, self.cluster.compat)
+                self._bring(bring(self.arena, sources, command, self.cluster.clock))
             case ProbeWriter():
                 self.later(self._some(0.0002), lambda: self.feed(probe(self.arena, command)))
             case RunStep():
@@ -293,6 +315,18 @@ class Process:
 
     def _verified(self, command: VerifyBlocks) -> object:
         return verify(self.arena, command, self.cluster.clock)
+
+    def _bring(self, pieces: Iterator[object | None]) -> None:
+        """Import piece by piece; anything may happen in between."""
+
+        def piece() -> None:
+            event = next(pieces)
+            if event is None:
+                self._bring(pieces)
+            else:
+                self.feed(event)
+
+        self.later(self._some(0.002), piece)
 
     def _step(self, command: RunStep) -> Callable[[], object]:
         return lambda: run_step(self.engine, self.arena, command, self.cluster.clock)
@@ -354,4 +388,7 @@ class Process:
     def _exit(self, code: int, reason: str) -> None:
         self.exits.append((code, reason))
         self.cluster.tell(self.worker_id, "exited", {"code": code, "reason": reason})
+        self.drained = code == 0
+        if self.drained and self.role is Role.DECODE:
+            self.arena.close(unlink=True)
         self.kill()

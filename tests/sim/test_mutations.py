@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from baton.core.blocks import BlockPool
+from baton.decode import work
 from baton.decode.handover import Handover
 from baton.decode.machine import DecodeMachine
 from baton.decode.sequence import Sequence
@@ -98,6 +99,17 @@ def no_end_of_a_drop(patch: Patch) -> None:
     patch.setattr(DecodeMachine, "_release_dropped", lambda self: self.state.pinned.clear())
 
 
+def no_verification_of_imports(patch: Patch) -> None:
+    def mutant(arena: SimArena, source: Any, target: BlockCheck, named: Any) -> str:
+        if named is None:
+            return "not there"
+        size = len(arena.memory) // arena.blocks_total
+        source.copy(named.block, arena.memory[target.block * size : (target.block + 1) * size])
+        return ""
+
+    patch.setattr(work, "_bring_one", mutant)
+
+
 STALLING = Scenario(
     prefills=2, blocks=20, requests=40, spread_s=8.0, cancels=8, stalls=6, freezes=2
 )
@@ -106,6 +118,11 @@ MUTATIONS = {
     "checksums are not compared": Mutation(
         no_verification,
         Scenario(requests=25, flips=8),
+        ("read wrong KV", "wrong tokens"),
+    ),
+    "imported blocks are not verified on their copy": Mutation(
+        no_verification_of_imports,
+        Scenario(decodes=2, blocks=200, requests=40, max_tokens=(60, 200), kills=6, rots=200),
         ("read wrong KV", "wrong tokens"),
     ),
     "blocks of a writer are free at once": Mutation(

@@ -7,9 +7,10 @@ from pathlib import Path
 from baton.channel.arena import SharedArena
 from baton.channel.files import reclaim_unlocked
 from baton.channel.shm import ShmArena, ShmChannel
+from baton.channel.sources import ShmSources
 from baton.core.ids import Compat, Peer
 from baton.ports.engine import KVLayout
-from baton.sim.channel import SimArena, SimChannel, SimHost, SimMapped
+from baton.sim.channel import SimArena, SimChannel, SimHost, SimMapped, SimSources
 from support.channel_parts import COMPAT, LAYOUT, OWNER
 
 
@@ -30,6 +31,9 @@ class RealHost:
 
     def channel(self, layout: KVLayout = LAYOUT, compat: Compat = COMPAT) -> ShmChannel:
         return ShmChannel(layout, compat)
+
+    def sources(self, layout: KVLayout = LAYOUT, compat: Compat = COMPAT) -> ShmSources:
+        return ShmSources(self._directory, "test", layout, compat)
 
     def die(self, side: SharedArena | ShmArena, incarnation: int) -> None:
         if isinstance(side, SharedArena):
@@ -60,6 +64,9 @@ class FakeHost:
 
     def channel(self, layout: KVLayout = LAYOUT, compat: Compat = COMPAT) -> SimChannel:
         return self._host.channel(layout, compat)
+
+    def sources(self, layout: KVLayout = LAYOUT, compat: Compat = COMPAT) -> SimSources:
+        return self._host.sources("test", layout, compat)
 
     def die(self, side: SimArena | SimMapped, incarnation: int) -> None:
         self._host.kill(incarnation)

@@ -9,7 +9,6 @@ import pytest
 from baton.core.events import DrainRequested, LeaseChanged, TimePassed
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import BlockState, LeaseState
-from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
 from baton.core.prefix import block_names
 from baton.decode.io import (
@@ -22,158 +21,49 @@ from baton.decode.io import (
     VerifyBlocks,
     WriterProbed,
 )
-from baton.decode.machine import DecodeMachine
 from baton.ports.channel import BlockMark
 from baton.ports.driving import CallLedger, Exit, Measure, Send
 from baton.ports.engine import Sampled
-from baton.ports.ledger import AdvanceRequest, EndRequest
+from baton.ports.ledger import EndRequest
 from baton.wire.messages import (
     ArenaMapped,
     ArenaOffered,
-    ArenaRef,
     BlockSum,
     CancelWork,
     ChunkAnnounced,
     DecodeReserved,
+    MoveOffered,
     PrefillCommitted,
     PrefillFailed,
     RequestEnded,
     RequestFailed,
-    RequestSpec,
-    ReserveDecode,
     Ticket,
     TicketRevoked,
     TokenChunk,
-    TokenRun,
     TokensWanted,
     WorkerStatus,
     WorkFailed,
     WorkRefused,
     WriterStopped,
 )
-from support.machine_playbook import Like, Playbook, ids, request, sent
-
-ME, R = Peer("decode-0", 1), Peer("router-0", 2)
-G, P, Q = Peer("gateway-0", 3), Peer("prefill-0", 4), Peer("prefill-1", 5)
-SIZE = 4
-ARENA = ArenaRef(path="/a", device=1, inode=1, file_id="f", owner=ME)
-EOS = 9
-CANCELLED = Outcome(Ending.CANCELLED, reason=Reason.CLIENT_CANCELLED)
-ADVANCED = Like(CallLedger, op=Like(AdvanceRequest))
-STEP = Like(RunStep)
-
-
-class Decode(Playbook):
-    """A decode worker with an arena of ``blocks`` blocks of four tokens, everybody linked."""
-
-    def __init__(self, blocks: int = 8, writers: tuple[Peer, ...] = (P,), **limits: Any) -> None:
-        machine = DecodeMachine(
-            ME,
-            Limits(**{"growth_tokens": 4, **limits}),
-            ARENA,
-            blocks_total=blocks,
-            block_size=SIZE,
-            block_bytes=64,
-            root=b"root",
-        )
-        super().__init__(machine)
-        self.pool = machine.state.pool
-        self.feed(LeaseChanged(LeaseState.HELD))
-        self.up(R, Role.ROUTER)
-        self.up(G, Role.GATEWAY)
-        for writer in writers:
-            self.map(writer)
-
-    def map(self, writer: Peer, *expected: object) -> None:
-        """Link a prefill worker and let it map the arena, its lock seen."""
-        self.up(writer, Role.PREFILL, Send(writer, ArenaOffered(ARENA)), *expected)
-        self.hear(writer, ArenaMapped("f"), ProbeWriter(writer.incarnation))
-        self.feed(WriterProbed(writer.incarnation, alive=True))
-
-    def reserve(
-        self, spec: RequestSpec, prefill: Peer | None, *expected: object, **fields: Any
-    ) -> None:
-        """Let the router give ``spec`` to this worker."""
-        message = ReserveDecode(spec, fields.pop("epoch", 1), prefill, **fields)
-        self.hear(R, message, *expected)
-
-    def remote(self, spec: RequestSpec, prefill: Peer = P, epoch: int = 1) -> Ticket:
-        """Take ``spec`` in for a remote prefill; return its ticket."""
-        reserved = sent(R, DecodeReserved, request_id=spec.request_id)
-        self.reserve(spec, prefill, sent(prefill, Ticket), reserved, epoch=epoch)
-        return self.messages(Ticket, prefill)[-1]
-
-    def local(self, spec: RequestSpec, *expected: object, **fields: Any) -> None:
-        """Take ``spec`` in to be prefilled here."""
-        reserved = sent(R, DecodeReserved, request_id=spec.request_id)
-        self.reserve(spec, None, reserved, *(expected or (STEP,)), **fields)
-
-    def verified(self, *expected: object, bad: tuple[int, ...] = ()) -> None:
-        """Answer the last verification."""
-        asked = self.last(VerifyBlocks)
-        event = BlocksVerified(asked.request_id, asked.epoch, asked.checks, bad, 0.001)
-        self.feed(event, *expected)
-
-    def stepped(self, tokens: tuple[int | None, ...], *expected: object) -> None:
-        """Answer the last step."""
-        step = self.last(RunStep)
-        assert len(tokens) == len(step.rows)
-        results = tuple(None if token is None else Sampled(token) for token in tokens)
-        checksums = tuple((7,) * len(checks) for checks in step.seals)
-        self.feed(StepFinished(step.step, results, checksums, 0.01), *expected)
-
-    def cancel(self, request_id: str, *expected: object, epoch: int = 1) -> None:
-        """The router cancels."""
-        self.hear(R, CancelWork(request_id, epoch, Reason.CLIENT_CANCELLED), *expected)
-
-    def used(self) -> int:
-        """Blocks that a reservation could not get."""
-        return self.pool.total - self.pool.available()
-
-    def states(self) -> dict[str, int]:
-        """Number of blocks in each state that has any."""
-        return {state.name: count for state, count in self.pool.counts().items() if count}
-
-
-def spec(request_id: str = "r", tokens: int = 6, first: int = 1, **fields: Any) -> RequestSpec:
-    """Return a request whose prompt is ``tokens`` consecutive ids."""
-    fields.setdefault("stop_token_ids", (EOS,))
-    return request(request_id, tuple(range(first, first + tokens)), gateway=G, **fields)
-
-
-def sums(ticket: Ticket, tokens: int, *, first: int = 0, last: int = 99) -> tuple[BlockSum, ...]:
-    """Return checksums for the ticket's blocks ``first..last`` of a sequence of ``tokens``."""
-    return tuple(
-        BlockSum(pair.logical, pair.generation, min(SIZE, tokens - pair.logical * SIZE), 7)
-        for pair in ticket.blocks
-        if first <= pair.logical <= last
-    )
-
-
-def commit(ticket: Ticket, tokens: int, first_id: int = 50, *, first: int = 0) -> PrefillCommitted:
-    return PrefillCommitted(
-        ticket.request_id, ticket.epoch, sums(ticket, tokens, first=first), first_id
-    )
-
-
-def run(index: int, *tokens: int, epoch: int = 1, finish: FinishReason | None = None) -> Like:
-    """Stands for the chunk with these tokens of request ``r``."""
-    wanted = Like(TokenRun, request_id="r", epoch=epoch, index=index, ids=tokens, finish=finish)
-    return sent(G, TokenChunk, runs=_Single(wanted))
-
-
-class _Single(tuple[Any, ...]):
-    """A tuple of one pattern."""
-
-    def __new__(cls, pattern: Like) -> _Single:
-        return super().__new__(cls, (pattern,))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, tuple) and len(other) == 1 and self[0].matches(other[0])
-
-    def __hash__(self) -> int:
-        return 0
-
+from support.decode_parts import (
+    ADVANCED,
+    ARENA,
+    CANCELLED,
+    EOS,
+    SIZE,
+    STEP,
+    Decode,
+    G,
+    P,
+    Q,
+    R,
+    commit,
+    run,
+    spec,
+    sums,
+)
+from support.machine_playbook import Like, ids, sent
 
 # --- the hand-over ------------------------------------------------------------------------------
 
@@ -919,7 +809,7 @@ def test_a_draining_worker_finishes_what_it_has_and_exits() -> None:
     """Nothing new; code 0 when the last block is back."""
     play = Decode()
     play.local(spec("r", tokens=2, max_tokens=1))
-    play.feed(DrainRequested())
+    play.feed(DrainRequested(), sent(R, MoveOffered, request_id="r"))
     play.reserve(spec("b", tokens=2), None, sent(R, WorkRefused, reason=Reason.DRAINING))
     play.stepped((50,), ADVANCED, sent(G, TokenChunk))
     play.hear(G, RequestEnded("r", 1, Outcome(Ending.COMPLETED)), Exit(0, "drained"))
@@ -939,7 +829,7 @@ def test_a_drain_ends_in_time_in_every_state(stage: str) -> None:
         play.cancel("r", sent(P, TicketRevoked))
     if stage == "finished":
         play.stepped((50,), ADVANCED, sent(G, TokenChunk))
-    play.feed(DrainRequested())
+    play.do(DrainRequested())
     assert play.wait(0.9) == []
     said = play.wait(0.3)
     assert said[-1] == Exit(0, "drained")

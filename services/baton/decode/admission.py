@@ -9,6 +9,7 @@ from baton.core.ids import Peer
 from baton.core.lifecycles import LeaseState
 from baton.core.outcomes import Reason
 from baton.decode.handover import Handover
+from baton.decode.imports import Imports
 from baton.decode.scheduler import Scheduler
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
@@ -18,9 +19,12 @@ from baton.wire.messages import ReserveDecode, WorkRefused
 class Admission:
     """The door of one decode worker."""
 
-    def __init__(self, state: State, handover: Handover, scheduler: Scheduler) -> None:
+    def __init__(
+        self, state: State, handover: Handover, imports: Imports, scheduler: Scheduler
+    ) -> None:
         self.state = state
         self.handover = handover
+        self.imports = imports
         self.scheduler = scheduler
 
     def why_not(self, message: ReserveDecode) -> tuple[Reason, str] | None:
@@ -46,16 +50,18 @@ class Admission:
     def take_in(
         self, seq: Sequence, prefill: Peer | None, source: str
     ) -> tuple[Reason, str] | None:
-        """Reserve its blocks and start its way: a ticket to ``prefill``, or local chunks."""
+        """Reserve its blocks and start its way: a ticket to ``prefill``, an import from ``source``,
+        or local chunks."""
         state, pool = self.state, self.state.pool
         full = (seq.length - 1) // state.block_size
         seq.extend_chains(state.root, full * state.block_size)
         found = pool.match(seq.chains[:full])
         pool.reference(found)
-        rest = seq.length - len(found) * state.block_size
-        if source and prefill is None and rest > state.limits.local_rest_tokens:
+        seq.cached_tokens = seq.computed = len(found) * state.block_size
+        elsewhere = source not in ("", state.me.worker_id) and len(found) < full
+        if source and prefill is None and not elsewhere and self.too_much(seq):
             pool.release(found)
-            return Reason.KV_MISSING, f"{rest} of {seq.length} tokens are not here"
+            return self.too_much(seq)
         needed = seq.blocks_for(seq.length) - len(found)
         growth = min(
             seq.blocks_for(state.limits.growth_tokens),
@@ -66,11 +72,13 @@ class Admission:
         if pool.available() < wanted or (crowded and self.scheduler.waiting()):
             pool.release(found)
             return Reason.NO_BLOCKS, f"{wanted} blocks wanted, {pool.available()} available"
-        seq.cached_tokens = seq.computed = len(found) * state.block_size
         if prefill is None:
             fresh = pool.grow(needed)
             assert fresh is not None
             seq.blocks = [*found, *fresh]
+            if elsewhere:
+                self.imports.start(seq, source)
+                return None
             seq.stage = Stage.LOCAL
             state.note("taken_in", seq, way="local", cached_tokens=seq.cached_tokens)
             return None
@@ -80,13 +88,15 @@ class Admission:
         self.handover.issue(seq, prefill, found, fresh)
         return None
 
-    def refuse(self, router: Peer, message: ReserveDecode, reason: Reason, text: str) -> None:
-        request_id = message.spec.request_id
+    def too_much(self, seq: Sequence) -> tuple[Reason, str] | None:
+        """Why what is left to compute of KV that was said to be there is not computed here."""
+        rest = seq.length - seq.computed
+        if rest <= self.state.limits.local_rest_tokens:
+            return None
+        return Reason.KV_MISSING, f"{rest} of {seq.length} tokens are not here"
+
+    def refuse(self, router: Peer, request_id: str, epoch: int, reason: Reason, text: str) -> None:
         self.state.note(
-            "work_refused",
-            request_id=request_id,
-            epoch=message.epoch,
-            reason=reason,
-            message=text,
+            "work_refused", request_id=request_id, epoch=epoch, reason=reason, message=text
         )
-        self.state.send(router, WorkRefused(request_id, message.epoch, reason, text))
+        self.state.send(router, WorkRefused(request_id, epoch, reason, text))

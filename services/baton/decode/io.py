@@ -36,6 +36,32 @@ class BlocksVerified:
 
 
 @dataclass(frozen=True, slots=True)
+class ImportBlocks:
+    """Command: copy these blocks from the arena of ``source``, each verified on its copy; answered
+    by :class:`BlocksImported`. The targets are the copying thread's until then."""
+
+    request_id: str
+    epoch: int
+    source: str
+    """A ``worker_id``: whoever owns, or owned, that arena."""
+    targets: tuple[BlockCheck, ...]
+    """Own blocks, and the names of what they take; a sequence's, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksImported:
+    """Event: nothing stores into the targets any more; the first of them verified."""
+
+    request_id: str
+    epoch: int
+    sums: tuple[int, ...]
+    """Checksums of the leading targets that verified; what the others hold is of no use."""
+    seconds: float
+    why: str = ""
+    """What ended it before the last target, for people."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunStep:
     """Command: run one engine step, then make the checksums of the blocks that it fills.
 

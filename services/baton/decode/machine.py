@@ -1,7 +1,8 @@
 """The decode machine: takes requests in, receives or computes their KV, generates, lets go.
 
 Decides per request on this worker; placement is the router's, the client's end the gateway's. What
-is taken in is decided in ``admission.py``, the hand-over in ``handover.py``, batching and memory in
+is taken in is decided in ``admission.py``, the hand-over in ``handover.py``, what comes from other
+decode workers in ``imports.py`` and what goes to them in ``departure.py``, batching and memory in
 ``scheduler.py``, what gateways are sent in ``output.py``; here is who calls whom when. Every
 message names its epoch; what is older than the sequence's own is dropped.
 """
@@ -19,8 +20,16 @@ from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.decode.admission import Admission
+from baton.decode.departure import MOVABLE, Departure
 from baton.decode.handover import Handover
-from baton.decode.io import BlocksVerified, StepFailed, StepFinished, WriterProbed
+from baton.decode.imports import Imports
+from baton.decode.io import (
+    BlocksImported,
+    BlocksVerified,
+    StepFailed,
+    StepFinished,
+    WriterProbed,
+)
 from baton.decode.output import Output
 from baton.decode.scheduler import Scheduler
 from baton.decode.sequence import Sequence, Stage
@@ -54,6 +63,7 @@ Event = (
     | Received
     | LedgerAnswered
     | BlocksVerified
+    | BlocksImported
     | StepFinished
     | StepFailed
     | WriterProbed
@@ -80,9 +90,10 @@ class DecodeMachine:
         self.state = State(me, limits, pool, arena, block_size, block_bytes, root)
         self.handover = Handover(self.state)
         self.scheduler = Scheduler(self.state, self.handover)
-        self.admission = Admission(self.state, self.handover, self.scheduler)
+        self.imports = Imports(self.state)
+        self.admission = Admission(self.state, self.handover, self.imports, self.scheduler)
         self.output = Output(self.state)
-        self.drain_due: float | None = None
+        self.departure = Departure(self.state)
         self.exited = False
         self.arrivals = 0
         self.placements = 0
@@ -103,15 +114,16 @@ class DecodeMachine:
         times = [self.beat_at, self.beacon.deadline()]
         if self.handover.probe_at is not None:
             times.append(self.handover.probe_at)
-        if self.drain_due is not None:
-            times.append(self.drain_due)
+        if self.departure.due is not None:
+            times.append(self.departure.due)
         return min(times)
 
     def check(self) -> None:
         self.state.pool.check()
         self.handover.check()
         references: dict[int, int] = {}
-        for seq in [*self.state.sequences.values(), *self.state.pinned]:
+        over = [*self.state.pinned, *self.imports.dropped()]
+        for seq in [*self.state.sequences.values(), *over]:
             assert seq.computed <= seq.length
             assert seq.stage is not Stage.FINISHED or not seq.blocks
             assert len(seq.blocks) == len(set(seq.blocks))
@@ -135,6 +147,8 @@ class DecodeMachine:
                 self._step_failed(event)
             case BlocksVerified():
                 self._verified(event, now)
+            case BlocksImported():
+                self._imported(event, now)
             case PeerUp(member):
                 self._peer_up(member)
             case PeerLost():
@@ -172,6 +186,8 @@ class DecodeMachine:
                 # Unasked: it was cancelled over another link, and so will this worker be.
                 seq = self.handover.stopped(peer, (request_id, epoch))
                 self._attempt_over(seq, Reason.FENCED, f"{peer} stopped")
+            case CancelWork(request_id, epoch, Reason.MOVED):
+                self._move(request_id, epoch)
             case CancelWork(request_id, epoch, reason):
                 self._cancel(request_id, epoch, reason)
             case RequestEnded(request_id, epoch, outcome):
@@ -190,15 +206,14 @@ class DecodeMachine:
         known = self.state.sequences.get(spec.request_id)
         if known is not None and known.epoch >= epoch:
             if known.epoch > epoch:
-                self.admission.refuse(
-                    router, message, Reason.STALE_EPOCH, f"epoch {known.epoch} is here"
-                )
+                text = f"epoch {known.epoch} is here"
+                self.admission.refuse(router, spec.request_id, epoch, Reason.STALE_EPOCH, text)
             return
         if known is not None:
             self._drop(known)
         refusal = self.admission.why_not(message)
         if refusal is not None:
-            self.admission.refuse(router, message, *refusal)
+            self.admission.refuse(router, spec.request_id, epoch, *refusal)
             return
         self.arrivals += 1
         seq = Sequence.create(
@@ -207,16 +222,43 @@ class DecodeMachine:
         if seq.finish is None:
             refusal = self.admission.take_in(seq, message.prefill, message.source)
             if refusal is not None:
-                self.admission.refuse(router, message, *refusal)
+                self.admission.refuse(router, spec.request_id, epoch, *refusal)
                 return
         self.state.sequences[spec.request_id] = seq
         self.state.measure("prefix_cache_queries_total", seq.length)
         self.state.measure("prefix_cache_hits_total", seq.cached_tokens)
-        self.state.send(router, DecodeReserved(spec.request_id, epoch, seq.cached_tokens))
         if seq.finish is not None:
             # Only the word that it is complete was missing.
+            self._reserved(seq)
             self.output.queue_run(seq, seq.forced)
             self.output.finish(seq, now)
+        elif seq.stage is not Stage.IMPORTING:
+            if seq.forced or message.source:
+                self.state.recovered(seq, self._way(message))
+            self._reserved(seq)
+
+    def _way(self, message: ReserveDecode) -> str:
+        if message.prefill is not None:
+            return "prefill"
+        return "take_over" if message.source == self.state.me.worker_id else "local"
+
+    def _reserved(self, seq: Sequence) -> None:
+        reserved = DecodeReserved(seq.spec.request_id, seq.epoch, seq.cached_tokens)
+        self.state.send(seq.router, reserved)
+
+    def _imported(self, event: BlocksImported, now: float) -> None:
+        """Go on from what came; if too much is missing, the router gives it to prefill first."""
+        seq = self.imports.finished(event)
+        if seq is None:
+            return
+        seq.stage = Stage.LOCAL
+        refusal = self.admission.too_much(seq)
+        if refusal is not None and seq.router in self.state.peers:
+            self._drop(seq)
+            self.admission.refuse(seq.router, *seq.key, *refusal)
+            return
+        self.state.recovered(seq, "import" if event.sums else "local")
+        self._reserved(seq)
 
     # --- the hand-over ------------------------------------------------------------------------
 
@@ -297,7 +339,7 @@ class DecodeMachine:
                 continue  # dropped while the step ran: its blocks are released below
             seq.computed += len(row.token_ids)
             self.state.seal(seals, sums)
-            if sampled is None:
+            if sampled is None or seq.stage is Stage.MOVED:
                 continue
             if seq.stage is Stage.LOCAL:
                 seq.stage = Stage.RUNNING
@@ -333,11 +375,24 @@ class DecodeMachine:
             self.state.note("cancelled", seq, reason=reason, stage=seq.stage.value)
         self._drop(seq)
 
+    def _move(self, request_id: str, epoch: int) -> None:
+        """Its router has another place for it."""
+        seq = self.state.sequences.get(request_id)
+        if seq is None or seq.epoch != epoch:
+            return
+        if seq.stage in MOVABLE:
+            self.departure.keep(seq)
+        elif seq.stage is not Stage.FINISHED:
+            self._cancel(request_id, epoch, Reason.MOVED)
+
     def _drop(self, seq: Sequence) -> None:
-        """Forget a sequence in any stage. Blocks of the step in flight wait for its end."""
+        """Forget a sequence in any stage. Blocks of the step in flight wait for its end, those of
+        an import for the thread."""
         del self.state.sequences[seq.spec.request_id]
         self.commits.pop(seq.key, None)
-        if seq.stage is Stage.REMOTE:
+        if seq.stage is Stage.IMPORTING:
+            assert seq.key in self.imports.running
+        elif seq.stage is Stage.REMOTE:
             self.handover.drop(seq)
         elif self.state.in_flight.get(seq.spec.request_id) is seq:
             self.state.pinned.append(seq)
@@ -375,6 +430,9 @@ class DecodeMachine:
             for seq in self.handover.writer_lost(peer, now):
                 self._drop(seq)
                 self.state.work_failed(seq, Reason.WORKER_LOST, f"{peer} is lost: {event.reason}")
+        if member.role is Role.ROUTER:
+            for seq in self.departure.router_lost(peer):
+                self._drop(seq)
         if member.role is Role.GATEWAY:
             for seq in [s for s in self.state.sequences.values() if s.spec.gateway == peer]:
                 self._gateway_lost(seq, event)
@@ -397,19 +455,16 @@ class DecodeMachine:
         )
 
     def _drain(self, now: float) -> None:
-        if self.state.draining:
-            return
-        self.state.draining = True
-        self.drain_due = now + self.state.limits.drain_ms / 1000
-        self.beacon.forget()
-        self.state.note("draining", sequences=len(self.state.sequences))
+        if not self.state.draining:
+            self.departure.begin(now)
+            self.beacon.forget()
 
     def _end_drain(self) -> None:
         """Time is up: the router places elsewhere what still runs; the memory goes with us."""
-        self.drain_due = None
+        self.departure.due = None
         for seq in list(self.state.sequences.values()):
             self._drop(seq)
-            if seq.stage is not Stage.FINISHED:
+            if seq.stage not in (Stage.FINISHED, Stage.MOVED):
                 self.state.work_failed(seq, Reason.DRAINING, "this worker is shutting down")
         self._exit_drained()
 
@@ -421,7 +476,7 @@ class DecodeMachine:
     def _tick(self, now: float) -> None:
         self.handover.tick(now)
         limits = self.state.limits
-        if self.drain_due is not None and now >= self.drain_due:
+        if self.departure.due is not None and now >= self.departure.due:
             self._end_drain()
         since = self.scheduler.step_since
         if since is not None and now - since > limits.step_hung_ms / 1000:
@@ -442,8 +497,9 @@ class DecodeMachine:
         self.output.flush()
         self.state.flush_marks()
         self._report(now)
-        idle = not self.state.sequences and not self.handover.tickets
-        if self.state.draining and idle and self.scheduler.step_since is None:
+        self.departure.offer()
+        held = self.state.sequences or self.handover.tickets or self.imports.running
+        if self.state.draining and not held and self.scheduler.step_since is None:
             self._exit_drained()
 
     def _report(self, now: float) -> None:
@@ -470,7 +526,7 @@ class DecodeMachine:
         return WorkerStatus(
             accepting=not self.state.draining and self.state.lease is LeaseState.HELD,
             running=stages.count(Stage.RUNNING),
-            waiting=stages.count(Stage.REMOTE) + stages.count(Stage.LOCAL),
+            waiting=self._waiting(stages),
             queued_tokens=queued,
             blocks_total=self.state.pool.total,
             blocks_free=self.state.pool.available(),
@@ -480,6 +536,11 @@ class DecodeMachine:
             step_age_ms=0 if since is None else int((now - since) * 1000),
         )
 
+    @staticmethod
+    def _waiting(stages: list[Stage]) -> int:
+        """Sequences that will run once their prompt is here."""
+        return sum(map(stages.count, (Stage.REMOTE, Stage.LOCAL, Stage.IMPORTING)))
+
     # --- looking in ---------------------------------------------------------------------------
 
     def gauges(self) -> Mapping[str, float]:
@@ -488,7 +549,7 @@ class DecodeMachine:
         counts = self.state.pool.counts()
         gauges = {f"blocks:{state.name.lower()}": float(n) for state, n in counts.items()}
         gauges["num_requests_running"] = stages.count(Stage.RUNNING)
-        gauges["num_requests_waiting"] = stages.count(Stage.REMOTE) + stages.count(Stage.LOCAL)
+        gauges["num_requests_waiting"] = self._waiting(stages)
         gauges["kv_cache_usage_perc"] = 1 - self.state.pool.available() / self.state.pool.total
         gauges["arena_bytes"] = float(self.state.pool.total * self.state.block_bytes)
         return gauges

@@ -123,19 +123,29 @@ class Scheduler:
         seq.computed = len(found) * seq.block_size
 
     def _make_room(self, needy: Sequence) -> bool:
-        """Take blocks from the youngest sequence younger than ``needy``; ``False`` if none."""
+        """Take blocks from the youngest sequence younger than ``needy``; ``False`` if none.
+
+        What is kept for another worker gives way first. Blocks of an import are the thread's: they
+        are waited for."""
+        kept = [seq for seq in self.state.live(Stage.MOVED) if seq.blocks]
+        if kept:
+            self._count(kept[-1])
+            self.state.pool.release(kept[-1].blocks)
+            kept[-1].blocks = []
+            return True
         younger = [
             seq for seq in self.state.sequences.values() if seq.order > needy.order and seq.blocks
         ]
-        local = [seq for seq in younger if seq.stage is not Stage.REMOTE]
+        local = [seq for seq in younger if seq.stage in (Stage.LOCAL, Stage.RUNNING)]
         if local:
             victim = max(local, key=lambda seq: seq.order)
             self._count(victim)
             self.give_up_blocks(victim)
             return True
-        if younger and not self.handover.revoking():
+        remote = [seq for seq in younger if seq.stage is Stage.REMOTE]
+        if remote and not self.handover.revoking():
             # Its blocks come back only when its writer has stopped; the router places it again.
-            victim = max(younger, key=lambda seq: seq.order)
+            victim = max(remote, key=lambda seq: seq.order)
             self._count(victim)
             self.handover.drop(victim)
             del self.state.sequences[victim.spec.request_id]

@@ -23,10 +23,14 @@ class Stage(Enum):
 
     REMOTE = "remote"
     """A ticket is out: prefill fills its blocks."""
+    IMPORTING = "importing"
+    """A thread copies its blocks from another worker's arena."""
     LOCAL = "local"
     """This worker computes (or, pre-empted, recomputes) its tokens in chunks."""
     RUNNING = "running"
     """Everything but its last token is in the blocks: it takes part in every step."""
+    MOVED = "moved"
+    """Stopped, its blocks kept until another worker has imported them."""
     FINISHED = "finished"
     """Complete; kept without blocks until the gateway has said how it ended."""
 
@@ -67,6 +71,8 @@ class Sequence:
     """When its prompt was complete here, for the first time."""
     finished_at: float = 0.0
     sent_first: bool = False
+    offered: bool = False
+    """Its router was told that it may move."""
 
     @classmethod
     def create(

@@ -6,10 +6,11 @@ Decides the order: the arena is created and the engine warm before anybody knows
 from __future__ import annotations
 
 from baton.channel.arena import SharedArena
+from baton.channel.sources import ShmSources
 from baton.core.prefix import chain_root
-from baton.decode.io import MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
+from baton.decode.io import ImportBlocks, MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
 from baton.decode.machine import DecodeMachine
-from baton.decode.work import probe, run_step, verify
+from baton.decode.work import bring, probe, run_step, verify
 from baton.engine.info import ModelNotPrepared
 from baton.runtime.engine_thread import EngineThread
 from baton.runtime.model import served_model
@@ -43,6 +44,7 @@ def build(context: Context) -> Service:
         model.compat,
         size_mb=config.arena.size_mb,
     )
+    sources = ShmSources(config.arena.dir, config.cluster.name, model.layout, model.compat)
     context.log.info("arena_created", blocks=arena.blocks_total, note=arena.size_note)
     engine.attach(arena.ref.file_id, arena.memory)
     engine.warm_up()
@@ -81,12 +83,29 @@ def build(context: Context) -> Service:
     def mark(command: MarkBlocks) -> None:
         arena.mark(command.marks)
 
+    def bring_in(command: ImportBlocks) -> None:
+        pieces = bring(arena, sources, command, context.clock)
+
+        def piece() -> object:
+            event = next(pieces)
+            if event is None:
+                checks.submit(piece)
+            return event
+
+        checks.submit(piece)
+
     def look(command: ProbeWriter) -> None:
         context.feed(probe(arena, command))
 
     return Service(
         machine=machine,
-        executors={RunStep: run, VerifyBlocks: check, MarkBlocks: mark, ProbeWriter: look},
+        executors={
+            RunStep: run,
+            VerifyBlocks: check,
+            ImportBlocks: bring_in,
+            MarkBlocks: mark,
+            ProbeWriter: look,
+        },
         compat=model.compat,
         model_name=model.name,
         on_stop=stop,

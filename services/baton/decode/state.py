@@ -58,6 +58,14 @@ class State:
     def measure(self, name: str, value: float = 1.0, **labels: str) -> None:
         self.commands.append(Measure(name, value, labels))
 
+    def recovered(self, seq: Sequence, way: str) -> None:
+        """Count what an attempt starts from that is not its request's first."""
+        found = seq.cached_tokens
+        self.measure("recoveries_total", way=way)
+        self.measure("recovered_tokens_total", found, way=way)
+        self.measure("recomputed_tokens_total", seq.length - found, way=way)
+        self.note("recovered", seq, way=way, found=found, computed_again=seq.length - found)
+
     def flush_marks(self) -> None:
         """Turn the pool's changes into one command."""
         dirty = self.pool.take_dirty()

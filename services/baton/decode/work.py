@@ -6,8 +6,13 @@ simulator both call these, so what is simulated is what runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from baton.decode.io import (
+    BlocksImported,
     BlocksVerified,
+    ImportBlocks,
     ProbeWriter,
     RunStep,
     StepFailed,
@@ -15,10 +20,13 @@ from baton.decode.io import (
     VerifyBlocks,
     WriterProbed,
 )
-from baton.ports.channel import OwnArena
+from baton.ports.channel import ArenaGone, BlockCheck, NamedBlock, OwnArena, SourceArena, Sources
 from baton.ports.clock import Clock
 from baton.ports.engine import Engine
 from baton.ports.engine import StepFailed as EngineStepFailed
+
+#: Copied between two looks at what else the thread has to do: 3 MB of the default model.
+PIECE_BLOCKS = 8
 
 
 def run_step(
@@ -47,3 +55,44 @@ def verify(arena: OwnArena, command: VerifyBlocks, clock: Clock) -> BlocksVerifi
 def probe(arena: OwnArena, command: ProbeWriter) -> WriterProbed:
     """Ask the kernel whether that incarnation still holds its lock."""
     return WriterProbed(command.incarnation, arena.writer_alive(command.incarnation))
+
+
+def bring(
+    arena: OwnArena, sources: Sources, command: ImportBlocks, clock: Clock
+) -> Iterator[BlocksImported | None]:
+    """Import blocks, as far as they are there without a gap. Yields ``None`` after each piece, so
+    that others get their turn in the thread, and the answer last."""
+    began = clock.now()
+    sums: list[int] = []
+    why = ""
+    try:
+        source = sources.open(command.source)
+    except ArenaGone as error:
+        why = str(error)
+    else:
+        found = source.find([target.chain for target in command.targets])
+        for target, named in zip(command.targets, found, strict=True):
+            why = _bring_one(arena, source, target, named)
+            if why or named is None:
+                break
+            sums.append(named.checksum)
+            if len(sums) % PIECE_BLOCKS == 0:
+                yield None
+        source.close()
+    seconds = clock.now() - began
+    yield BlocksImported(command.request_id, command.epoch, tuple(sums), seconds, why)
+
+
+def _bring_one(
+    arena: OwnArena, source: SourceArena, target: BlockCheck, named: NamedBlock | None
+) -> str:
+    """Copy one block and verify the copy, which nobody else can change; return what is wrong."""
+    if named is None:
+        return f"block {target.logical} is not there"
+    size = len(arena.memory) // arena.blocks_total
+    at = target.block * size
+    if not source.copy(named.block, arena.memory[at : at + size]):
+        return f"block {target.logical} is cut off"
+    if arena.verify([replace(target, checksum=named.checksum)]):
+        return f"block {target.logical} does not match its checksum"
+    return ""

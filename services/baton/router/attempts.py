@@ -24,12 +24,14 @@ from baton.ports.ledger import (
     Unavailable,
 )
 from baton.router.entry import Entry, Phase
+from baton.router.moves import Moves
 from baton.router.state import State
 from baton.router.verdicts import Verdicts
 from baton.wire.messages import (
     AssignPrefill,
     DecodeReserved,
     FenceRequest,
+    MoveOffered,
     RequestPlaced,
     ReserveDecode,
     WorkFailed,
@@ -53,8 +55,9 @@ PENDING: Mapping[Phase, type[object]] = {
 class Attempts:
     """All attempts of one router's requests."""
 
-    def __init__(self, state: State, verdicts: Verdicts) -> None:
+    def __init__(self, state: State, moves: Moves, verdicts: Verdicts) -> None:
         self.state = state
+        self.moves = moves
         self.verdicts = verdicts
 
     # --- the ledger's answers -----------------------------------------------------------------
@@ -179,7 +182,7 @@ class Attempts:
                 head.bypassed += 1
             self.state.queue.remove(entry)
             if not place.reuse:
-                entry.source = entry.source_host = ""
+                self.moves.settled(entry)
             self.state.placement.placed(entry, place)
             entry.phase = Phase.PLACING
             entry.decode, entry.prefill = place.decode, place.prefill
@@ -255,7 +258,7 @@ class Attempts:
             self.verdicts.refuse(entry, now, reason, text)
             return
         if reason is Reason.KV_MISSING:
-            entry.source = entry.source_host = ""
+            self.moves.settled(entry)  # what could be had from there is in decode's cache now
         elif reason is not Reason.NO_BLOCKS:
             self.state.placement.workers[peer].failed(
                 now
@@ -297,9 +300,18 @@ class Attempts:
             return
         self._recover(entry, now)
 
-    def _recover(self, entry: Entry, lost_at: float | None = None) -> None:
+    def move_on(self, now: float) -> None:
+        """Take a request off a draining worker, if it is its turn."""
+        entry = self.moves.next(now)
+        if entry is not None:
+            self._recover(entry, reason=Reason.MOVED)
+
+    def _recover(
+        self, entry: Entry, lost_at: float | None = None, reason: Reason = Reason.SUPERSEDED
+    ) -> None:
         """Towards the next epoch: first the gateway refuses the old one and says what it holds."""
-        self.verdicts.cancel_work(entry, Reason.SUPERSEDED)
+        self.verdicts.cancel_work(entry, reason)
+        self.moves.offered.pop(entry.spec.request_id, None)
         self.state.queue.remove(entry)
         entry.phase = Phase.FENCING
         if entry.recovering_since is None:
@@ -327,5 +339,11 @@ class Attempts:
         if entry is not None and entry.decode == peer:
             entry.reserved = True
             entry.refusals = 0
-            entry.source = entry.source_host = ""
+            self.moves.settled(entry)
             self.state.placement.workers[peer].succeeded()
+
+    def move_offered(self, peer: Peer, message: MoveOffered) -> None:
+        """A draining decode worker would give it away."""
+        entry = self._placed_entry(message.request_id, message.epoch)
+        if entry is not None and entry.decode == peer:
+            self.moves.offer(entry, message)

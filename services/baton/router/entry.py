@@ -71,6 +71,10 @@ class Entry:
     """The decode worker whose arena has its KV; empty: none that could be of use."""
     source_host: str = ""
     """Where that arena can be read."""
+    keeper: Peer | None = None
+    """A draining decode worker that keeps its blocks until the next one has them."""
+    grown: int = 0
+    """Prompt and output tokens that its decode worker last said it has."""
 
     @classmethod
     def create(cls, spec: RequestSpec, now: float) -> Entry:
@@ -79,8 +83,8 @@ class Entry:
 
     @property
     def tokens(self) -> int:
-        """Tokens whose KV the next attempt needs before it can sample."""
-        return self.spec.prompt_tokens + len(self.output) // 4
+        """Tokens whose KV the next attempt needs before it can sample, as far as is known here."""
+        return max(self.spec.prompt_tokens + len(self.output) // 4, self.grown)
 
     @property
     def begun(self) -> bool:
@@ -90,7 +94,7 @@ class Entry:
     @property
     def remaining(self) -> int:
         """Output tokens it may still produce."""
-        return self.spec.max_tokens - len(self.output) // 4
+        return self.spec.prompt_tokens + self.spec.max_tokens - self.tokens
 
 
 class WaitingQueue:

@@ -21,12 +21,14 @@ from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.router.admission import Admission
 from baton.router.attempts import Attempts
 from baton.router.entry import Entry, Phase
+from baton.router.moves import Moves
 from baton.router.placement import Placement, WorkerView
 from baton.router.state import State
 from baton.router.verdicts import Verdicts
 from baton.wire.messages import (
     AnyMessage,
     DecodeReserved,
+    MoveOffered,
     PoolStatus,
     RequestEnded,
     RequestFenced,
@@ -58,8 +60,9 @@ class RouterMachine:
     ) -> None:
         placement = Placement(limits, local_prefill_max_tokens=local_prefill_max_tokens)
         self.state = State(me, limits, placement)
-        self.verdicts = Verdicts(self.state)
-        self.attempts = Attempts(self.state, self.verdicts)
+        self.moves = Moves(self.state)
+        self.verdicts = Verdicts(self.state, self.moves)
+        self.attempts = Attempts(self.state, self.moves, self.verdicts)
         self.admission = Admission(self.state, self.attempts)
         self.drain_due: float | None = None
         self.exited = False
@@ -74,6 +77,7 @@ class RouterMachine:
         self.state.commands = []
         self._dispatch(event, now)
         self.attempts.place_waiting(now)
+        self.attempts.move_on(now)
         self._tell_pool()
         if not self.state.entries:
             self.tick_at = None
@@ -95,6 +99,7 @@ class RouterMachine:
         for entry in self.state.entries.values():
             assert (entry.phase is not Phase.PLACED) or entry.decode is not None
             assert entry.epoch >= 1
+        self.moves.check()
 
     # --- events -------------------------------------------------------------------------------
 
@@ -137,6 +142,8 @@ class RouterMachine:
                 self.attempts.work_refused(peer, message, now)
             case WorkFailed():
                 self.attempts.work_failed(peer, message, now)
+            case MoveOffered():
+                self.attempts.move_offered(peer, message)
             case _:
                 self.state.emit(Measure("stale_messages_total", 1, {"kind": "unknown"}))
                 self.state.emit(
@@ -179,16 +186,21 @@ class RouterMachine:
         view = self.state.placement.workers.get(peer)
         if view is None:
             return
+        self.moves.lost(peer)
+        placed = [
+            entry
+            for entry in self.state.entries.values()
+            if entry.phase is Phase.PLACED and entry.decode == peer
+        ]
+        for entry in placed:
+            if entry.reserved:
+                self.moves.starts_from(entry, peer)
         self.state.placement.forget(peer)
         # A lost prefill worker is decode's to report: it alone knows whether the commit came.
-        for entry in list(self.state.entries.values()):
-            if entry.phase is Phase.PLACED and entry.decode == peer:
-                self.state.measure("attempts_failed_total", reason=Reason.WORKER_LOST)
-                self.state.note("worker_lost", entry, by=str(peer), message=event.reason)
-                if entry.reserved:
-                    # What it computed stays in its arena, whatever became of it.
-                    entry.source, entry.source_host = peer.worker_id, view.host
-                self.attempts.attempt_failed(entry, f"{peer} is lost: {event.reason}", now)
+        for entry in placed:
+            self.state.measure("attempts_failed_total", reason=Reason.WORKER_LOST)
+            self.state.note("worker_lost", entry, by=str(peer), message=event.reason)
+            self.attempts.attempt_failed(entry, f"{peer} is lost: {event.reason}", now)
 
     def _drain(self, now: float) -> None:
         """Refuse what was not placed yet; see the rest through."""

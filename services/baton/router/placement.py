@@ -138,6 +138,15 @@ class Placement:
         )
         return Place(decode.peer, prefill.peer)
 
+    def could_move(self, entry: Entry, now: float) -> bool:
+        """Whether another decode worker could import what its own has, and has room for it."""
+        assert entry.decode is not None
+        host = self.workers[entry.decode].host
+        return any(
+            view.host == host and view.peer != entry.decode and self._fits(view, entry)
+            for view in self._usable(Role.DECODE, now)
+        )
+
     def placed(self, entry: Entry, place: Place) -> None:
         """Remember what was just given away."""
         decode = self.workers[place.decode]

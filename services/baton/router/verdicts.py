@@ -9,6 +9,7 @@ from baton.core.outcomes import Ending, Outcome, Reason
 from baton.ports.driving import CallLedger
 from baton.ports.ledger import EndRequest
 from baton.router.entry import Entry, Phase
+from baton.router.moves import Moves
 from baton.router.state import State
 from baton.wire.messages import CancelWork, RequestFailed, RequestRefused
 
@@ -16,8 +17,9 @@ from baton.wire.messages import CancelWork, RequestFailed, RequestRefused
 class Verdicts:
     """The ends of all requests of one router."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, moves: Moves) -> None:
         self.state = state
+        self.moves = moves
 
     def refuse(self, entry: Entry, now: float, reason: Reason, text: str) -> None:
         """Nothing was computed, and nothing will be: the client may come again.
@@ -50,6 +52,7 @@ class Verdicts:
         """Kept until the gateway says how it ended, so that a repeated submit starts nothing; at
         most as long as the ledger's record would answer that as well."""
         self.state.queue.remove(entry)
+        self.moves.settled(entry)
         entry.phase = Phase.CLOSING
         entry.closed_at = now
         entry.verdict = verdict
@@ -75,6 +78,7 @@ class Verdicts:
         self.forget(entry)
 
     def cancel_work(self, entry: Entry, reason: Reason) -> None:
+        """Tell its workers that this attempt is over; see :class:`CancelWork`."""
         if entry.phase is not Phase.PLACED:
             return
         for peer in (entry.decode, entry.prefill):
@@ -83,4 +87,5 @@ class Verdicts:
 
     def forget(self, entry: Entry) -> None:
         self.state.queue.remove(entry)
+        self.moves.settled(entry)
         self.state.entries.pop(entry.spec.request_id, None)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from baton.channel import locks
 from baton.channel.layout import PAGE, BadHeader, Header, unpack_header
-from baton.ports.channel import ArenaInUse
+from baton.core.ids import Compat
+from baton.ports.channel import ArenaGone, ArenaInUse
+from baton.ports.engine import KVLayout
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -27,15 +29,16 @@ def arena_path(directory: Path, cluster: str, worker_id: str) -> Path:
     return directory / f"baton-{cluster}-{worker_id}.arena"
 
 
-def open_arena(path: Path | str) -> int:
+def open_arena(path: Path | str, *, writable: bool = True) -> int:
     """Open an arena file, refusing what another user may have put there.
 
     Raises:
         PermissionError: a link, not a regular file, or not this user's.
         FileNotFoundError: no such file.
     """
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | flags)
     except OSError as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
@@ -58,6 +61,21 @@ def read_header(fd: int) -> Header:
     if size != header.file_bytes:
         raise BadHeader(f"file has {size} bytes, its header says {header.file_bytes}")
     return header
+
+
+def check_fit(
+    path: str, theirs: KVLayout, their_compat: Compat, mine: KVLayout, my_compat: Compat
+) -> None:
+    """Refuse an arena whose bytes do not mean what this process's mean.
+
+    Raises:
+        ArenaGone: with every difference.
+    """
+    differences = their_compat.differences(my_compat)
+    if theirs != mine:
+        differences.append(f"KV layout: {theirs.describe()} != {mine.describe()}")
+    if differences:
+        raise ArenaGone(f"{path} does not fit: {'; '.join(differences)}")
 
 
 def names(path: Path | str, fd: int) -> bool:

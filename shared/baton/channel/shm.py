@@ -80,12 +80,7 @@ class ShmChannel:
             raise ArenaGone(f"{ref.path}: {error}") from error
         if (header.file_id, header.owner) != (ref.file_id, ref.owner):
             raise ArenaGone(f"{ref.path} is the arena of {header.owner}, not of {ref.owner}")
-        differences = header.compat.differences(self._compat)
-        if header.layout != self._layout:
-            theirs, mine = header.layout.describe(), self._layout.describe()
-            differences.append(f"KV layout: {theirs} != {mine}")
-        if differences:
-            raise ArenaGone(f"{ref.path} of {ref.owner} does not fit: {'; '.join(differences)}")
+        files.check_fit(ref.path, header.layout, header.compat, self._layout, self._compat)
         if not locks.is_locked(fd, ref.owner.incarnation):
             raise ArenaGone(f"{ref.owner}, the owner of {ref.path}, is dead")
         return header

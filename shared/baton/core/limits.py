@@ -43,6 +43,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request whose worker died and that could not be placed again in this time fails."""
     attempts_max: int = 3
     """After that many attempts a request fails as ``attempts_exhausted``."""
+    moves_max: int = 4
+    """Requests that one router moves off draining decode workers at a time; the others go on where
+    they are, so each client sees its own move only."""
     body_bytes_max: int = 8 * 2**20
     """A larger HTTP body is answered with 413, a larger WebSocket message with close 1009."""
     choices_max: int = 16

@@ -65,6 +65,8 @@ class Reason(StrEnum):
     DEADLINE = "deadline"
     SUPERSEDED = "superseded"
     """A newer epoch owns the request."""
+    MOVED = "moved"
+    """Another decode worker is about to go on with it, from the blocks that are here."""
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):

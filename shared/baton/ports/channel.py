@@ -1,8 +1,9 @@
-"""The KV channel on one host: arenas, tickets, proof of death.
+"""The KV channel on one host: arenas, tickets, proof of death, imports.
 
-Two sides. The *owner* (decode) creates its arena and is the only writer of its metadata. A *writer*
-(prefill) maps it, looks at the metadata before each chunk, and stores only into blocks that are
-FILLING for it. Held by ``tests/conformance/test_channel.py`` (real and simulated).
+Three sides. The *owner* (decode) creates its arena and is the only writer of its metadata. A
+*writer* (prefill) maps it, looks at the metadata before each chunk, and stores only into blocks
+that are FILLING for it. Another decode worker may *import*: read blocks and copy them into its own
+arena. Held by ``tests/conformance/test_channel.py`` (real and simulated).
 
 Metadata record of a block: its first 8 bytes hold generation, state and filled count and are
 stored at once (one aligned store); the other fields are written before it. Readers look at it
@@ -115,8 +116,46 @@ class Channel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class NamedBlock:
+    """What the records of a foreign arena say of one name."""
+
+    block: int
+    checksum: int
+
+
+class SourceArena(Protocol):
+    """Another decode worker's arena on this host, opened to copy from it.
+
+    Its owner may be alive, frozen, dead or replaced, and may store while it is read: nothing read
+    here is believed before the copy matched the checksum, seeded with the name that was asked for.
+    """
+
+    def find(self, names: Sequence[bytes]) -> list[NamedBlock | None]:
+        """Return where the records say that each name is now."""
+        ...
+
+    def copy(self, block: int, target: memoryview) -> bool:
+        """Copy one block into ``target`` (``block_bytes``); return whether all of it was there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Sources(Protocol):
+    """Finds other workers' arenas on this host by their names."""
+
+    def open(self, worker_id: str) -> SourceArena:
+        """Open the arena of ``worker_id``, whoever owns it now.
+
+        Raises:
+            ArenaGone: there is none, or its KV is not of this process's model, layout and kernels.
+        """
+        ...
+
+
 class ArenaGone(OSError):
-    """The arena named by a ticket does not exist any more, or is not the one it was."""
+    """The arena does not exist (any more), is not the one that was named, or does not fit."""
 
 
 class ArenaTooSmall(OSError):

@@ -78,6 +78,9 @@ LINK_EVENTS = _values(
     )
 )
 STALE = _values(("epoch", "incarnation", "index", "unknown"))
+#: Copied from another decode worker's arena, found in the own one after a restart, its prompt
+#: computed again by prefill, or by decode itself.
+WAYS = _values(("import", "take_over", "prefill", "local"))
 PATHS = _values(
     (
         *("chat_completions", "completions", "responses", "models", "health", "live", "metrics"),
@@ -139,6 +142,13 @@ _ALL = (
     _histogram("verify_seconds", "Checking the checksums of one announcement.", SHORT),
     _counter("integrity_failures_total", "Blocks whose bytes did not match their checksum."),
     _counter("stale_messages_total", "Messages refused by epoch, owner or index.", kind=STALE),
+    # requests that went on after decode was lost or left
+    _counter("recoveries_total", "Requests that decode took on after another attempt.", way=WAYS),
+    _counter("recovered_tokens_total", "Tokens of theirs whose KV was found.", way=WAYS),
+    _counter("recomputed_tokens_total", "Tokens of theirs that were computed again.", way=WAYS),
+    _histogram("import_seconds", "Copying and verifying one request's blocks.", PHASES),
+    _counter("imported_bytes_total", "KV bytes copied from other decode workers' arenas."),
+    _counter("moves_total", "Requests that a router took off draining decode workers."),
     # blocks
     _gauge("blocks", "Blocks of the arena by state.", state=BLOCK_STATES),
     _gauge("kv_cache_usage_perc", "Blocks a reservation could not get, of all: 0 to 1."),

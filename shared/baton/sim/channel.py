@@ -10,14 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from baton.channel.checksum import checksum_in, mismatches
+from baton.channel.files import check_fit
 from baton.channel.layout import RECORD_BYTES, Records
+from baton.channel.sources import find_names
 from baton.core.ids import Compat, Peer
-from baton.ports.channel import ArenaGone, ArenaInUse, ArenaTooSmall, BlockCheck, BlockMark
+from baton.ports.channel import (
+    ArenaGone,
+    ArenaInUse,
+    ArenaTooSmall,
+    BlockCheck,
+    BlockMark,
+    NamedBlock,
+)
 from baton.ports.engine import KVLayout
 from baton.wire.messages import ArenaRef, TicketBlock
 
 #: From the kill to the lock's end: 0.1 s per GiB was measured for 4-KiB pages.
 UNMAP_S = 0.1
+
+
+def _path(cluster: str, worker_id: str) -> str:
+    return f"/sim/baton-{cluster}-{worker_id}.arena"
 
 
 class SimFile:
@@ -57,7 +70,7 @@ class SimHost:
             ArenaTooSmall: more than the space that is left.
         """
         assert owner.incarnation > 0, "incarnation 0 means nobody"
-        path = f"/sim/baton-{cluster}-{owner.worker_id}.arena"
+        path = _path(cluster, owner.worker_id)
         old = self._files.get(path)
         if old is not None:
             if self.is_locked(old, old.ref.owner.incarnation):
@@ -83,6 +96,10 @@ class SimHost:
     def channel(self, layout: KVLayout, compat: Compat) -> SimChannel:
         """Return one process's channel on this host."""
         return SimChannel(self, layout, compat)
+
+    def sources(self, cluster: str, layout: KVLayout, compat: Compat) -> SimSources:
+        """Return one process's way to the arenas it may import from."""
+        return SimSources(self, cluster, layout, compat)
 
     # --- faults -------------------------------------------------------------------------------
 
@@ -122,6 +139,10 @@ class SimHost:
         if file is None or file.ref != ref:
             raise ArenaGone(f"{ref.path} is not the file that {ref.owner} named")
         return file
+
+    def named(self, path: str) -> SimFile | None:
+        """Return the file that has this name now."""
+        return self._files.get(path)
 
     def is_locked(self, file: SimFile, incarnation: int) -> bool:
         """Whether the kernel would still show that lock."""
@@ -211,12 +232,7 @@ class SimChannel:
 
     def _open(self, ref: ArenaRef, me: Peer) -> SimMapped:
         file = self._host.find(ref)
-        differences = file.compat.differences(self._compat)
-        if file.layout != self._layout:
-            theirs, mine = file.layout.describe(), self._layout.describe()
-            differences.append(f"KV layout: {theirs} != {mine}")
-        if differences:
-            raise ArenaGone(f"{ref.path} of {ref.owner} does not fit: {'; '.join(differences)}")
+        check_fit(ref.path, file.layout, file.compat, self._layout, self._compat)
         if not self._host.is_locked(file, ref.owner.incarnation):
             raise ArenaGone(f"{ref.owner}, the owner of {ref.path}, is dead")
         if self._host.is_locked(file, me.incarnation):
@@ -261,3 +277,45 @@ class SimMapped:
 
     def _assert_running(self) -> None:
         assert not self._host.was_killed(self._me.incarnation), f"{self._me} ran after its death"
+
+
+class SimSources:
+    """One process's way to foreign arenas (``baton.ports.channel.Sources``)."""
+
+    def __init__(self, host: SimHost, cluster: str, layout: KVLayout, compat: Compat) -> None:
+        self._host = host
+        self._cluster = cluster
+        self._layout = layout
+        self._compat = compat
+
+    def open(self, worker_id: str) -> SimSource:
+        """Open an arena by its worker's name.
+
+        Raises:
+            ArenaGone: as ``baton.channel.sources.ShmSources.open``.
+        """
+        path = _path(self._cluster, worker_id)
+        file = self._host.named(path)
+        if file is None:
+            raise ArenaGone(f"the arena of {worker_id} cannot be opened: no such file")
+        check_fit(path, file.layout, file.compat, self._layout, self._compat)
+        return SimSource(file)
+
+
+class SimSource:
+    """One foreign arena (``baton.ports.channel.SourceArena``): an open file outlives its name."""
+
+    def __init__(self, file: SimFile) -> None:
+        self._file = file
+
+    def find(self, names: Sequence[bytes]) -> list[NamedBlock | None]:
+        return find_names(bytes(self._file.records), names)
+
+    def copy(self, block: int, target: memoryview) -> bool:
+        size = self._file.layout.block_bytes
+        bytes_there = self._file.blocks[block * size : (block + 1) * size]
+        target[: len(bytes_there)] = bytes_there
+        return len(bytes_there) == len(target)
+
+    def close(self) -> None:
+        pass

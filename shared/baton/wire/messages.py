@@ -30,6 +30,7 @@ BlockNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Generation = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Milliseconds = Annotated[int, Meta(ge=0, le=2**40)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
+WorkerId = Annotated[str, Meta(max_length=64)]
 
 ID_BYTES = 4
 
@@ -168,7 +169,7 @@ class ReserveDecode(Message, frozen=True):
     prefill: Peer | None = None
     output: bytes = b""
     """Ids already emitted by earlier epochs (uint32 LE): forced, never sampled again."""
-    source: str = ""
+    source: WorkerId = ""
     """Worker whose arena has this request's KV, found there by the blocks' names; empty: none is
     known. The receiver's own ``worker_id`` says: your KV is there."""
 
@@ -177,7 +178,8 @@ class ReserveDecode(Message, frozen=True):
 
 
 class DecodeReserved(Message, frozen=True):
-    """decode -> router: blocks are reserved (and the ticket, if any, is on its way)."""
+    """decode -> router: blocks are reserved (and the ticket, if any, is on its way); what could be
+    imported from ``ReserveDecode.source`` is here, so nobody else need keep it."""
 
     request_id: RequestId
     epoch: Epoch
@@ -215,8 +217,21 @@ class WorkFailed(Message, frozen=True):
     retryable: bool = True
 
 
+class MoveOffered(Message, frozen=True):
+    """decode -> router: this worker drains and another one may go on with this request. It goes on
+    here until ``CancelWork`` with ``Reason.MOVED``, which stops it and keeps its blocks, so that
+    they can be imported; the next ``CancelWork`` releases them."""
+
+    request_id: RequestId
+    epoch: Epoch
+    tokens: Count
+    """Prompt and output so far: what its next place must hold."""
+
+
 class CancelWork(Message, frozen=True):
-    """router -> worker: drop this attempt (any epoch <= ``epoch``) and release what it holds."""
+    """router -> worker: drop this attempt (any epoch <= ``epoch``) and release what it holds.
+
+    With ``Reason.MOVED`` decode only stops it: its blocks are kept until the next one."""
 
     request_id: RequestId
     epoch: Epoch
@@ -414,6 +429,7 @@ AnyMessage = (
     | AssignPrefill
     | WorkRefused
     | WorkFailed
+    | MoveOffered
     | CancelWork
     | WorkerStatus
     | ArenaOffered
