@@ -236,6 +236,169 @@ def test_a_dead_owners_arena_is_replaced_and_its_old_name_leads_nowhere(host: An
     assert host.channel().map(new.ref, WRITER).memory[0] == 0
 
 
+# --- taking over ----------------------------------------------------------------------------------
+
+HEIR = Peer(OWNER.worker_id, 1003)
+
+
+def test_a_successor_takes_the_arena_over_as_it_was_left(host: Any) -> None:
+    """The same file with the same bytes and the same metadata, and another owner."""
+    old = host.create()
+    old.memory[:5] = b"worth"
+    mark = BlockMark(3, BlockState.CACHED, 7, chain=CHAIN, checksum=11)
+    old.mark([mark])
+    assert old.former is None
+    host.die(old, OWNER.incarnation)
+    new = host.open(HEIR)
+    assert new.former == OWNER
+    assert new.ref == msgspec.structs.replace(old.ref, owner=HEIR)
+    assert bytes(new.memory[:5]) == b"worth"
+    assert new.marked(3) == mark
+    assert new.blocks_total == old.blocks_total
+
+
+def test_without_an_arena_a_new_one_is_made(host: Any) -> None:
+    """The first start, and the one after an orderly end, find nothing."""
+    for owner in (OWNER, HEIR):
+        arena = host.open(owner, blocks=8)
+        assert arena.former is None
+        assert not any(arena.memory)
+        arena.memory[0] = 1
+        arena.close(unlink=True)
+
+
+def test_a_living_owners_arena_is_not_taken_over(host: Any) -> None:
+    """Neither the first owner's nor its successor's; the error names who it is."""
+    first = host.create()
+    with pytest.raises(ArenaInUse, match="decode-0/1001"):
+        host.open(HEIR)
+    assert host.channel().map(first.ref, WRITER).ref == first.ref
+    host.die(first, OWNER.incarnation)
+    host.open(HEIR)
+    with pytest.raises(ArenaInUse, match="decode-0/1003"):
+        host.open(Peer("decode-0", 1004))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"blocks": 9},
+        {"compat": msgspec.structs.replace(COMPAT, model="other")},
+        {"layout": msgspec.structs.replace(LAYOUT, heads=LAYOUT.head_dim, head_dim=LAYOUT.heads)},
+    ],
+)
+def test_an_arena_that_does_not_fit_is_replaced(host: Any, other: dict[str, Any]) -> None:
+    """Another size asked for, another model, another layout: a new file, all zero."""
+    old = host.create()
+    old.memory[0] = 1
+    host.die(old, OWNER.incarnation)
+    new = host.open(HEIR, **other)
+    assert new.former is None
+    assert new.ref.file_id != old.ref.file_id
+    assert not any(new.memory)
+
+
+def test_an_arena_of_the_size_asked_for_is_taken_over(host: Any) -> None:
+    """A worker that starts again with its old settings gets its old memory."""
+    old = host.create(blocks=9)
+    host.die(old, OWNER.incarnation)
+    assert host.open(HEIR, blocks=9).former == OWNER
+
+
+def test_take_overs_that_fail_again_and_again_end_with_a_new_arena(host: Any) -> None:
+    """What kills its owners is not tried for ever; a completed take-over counts from the start."""
+    arena = host.create()
+    owners = iter(range(2001, 2100))
+    former = OWNER
+
+    def next_one(*, completed: bool) -> Any:
+        nonlocal arena, former
+        host.die(arena, former.incarnation)
+        former = Peer(OWNER.worker_id, next(owners))
+        arena = host.open(former)
+        if completed:
+            arena.complete()
+        return arena.former
+
+    assert next_one(completed=True) == OWNER
+    assert next_one(completed=False) is not None
+    assert next_one(completed=True) is not None
+    assert next_one(completed=False) is not None
+    assert next_one(completed=False) is not None
+    assert next_one(completed=False) is None, "two have failed"
+    assert next_one(completed=False) is not None, "the new one has failed nobody"
+
+
+def test_a_living_writer_keeps_its_mapping_when_the_owner_changes(host: Any) -> None:
+    """The successor sees its lock and its stores; mapped again, it is the same mapping."""
+    old = host.create()
+    channel = host.channel()
+    mapped = channel.map(old.ref, WRITER)
+    host.die(old, OWNER.incarnation)
+    mapped.memory[0] = 7
+    new = host.open(HEIR)
+    assert new.memory[0] == 7
+    assert new.writer_alive(WRITER.incarnation)
+    assert channel.map(new.ref, WRITER) is mapped
+    assert mapped.ref == new.ref
+    mapped.memory[1] = 8
+    assert new.memory[1] == 8
+    new.mark([FILLING])
+    assert mapped.may_write(2, TICKET)
+    host.die(mapped, WRITER.incarnation)
+    assert not new.writer_alive(WRITER.incarnation)
+
+
+def test_a_writer_that_died_with_the_owner_is_not_alive_to_the_successor(host: Any) -> None:
+    """Nobody saw its lock go, and nobody needs to have."""
+    old = host.create()
+    mapped = host.channel().map(old.ref, WRITER)
+    host.die(old, OWNER.incarnation)
+    host.die(mapped, WRITER.incarnation)
+    assert not host.open(HEIR).writer_alive(WRITER.incarnation)
+
+
+def test_the_former_owners_reference_leads_nowhere(host: Any) -> None:
+    """A ticket of the dead owner opens nothing, though the file is the same."""
+    old = host.create()
+    host.die(old, OWNER.incarnation)
+    new = host.open(HEIR)
+    with pytest.raises(ArenaGone):
+        host.channel().map(old.ref, WRITER)
+    assert not new.writer_alive(WRITER.incarnation)
+    assert host.channel().map(new.ref, WRITER)
+
+
+def test_a_mapping_does_not_follow_to_an_owner_that_died_as_well(host: Any) -> None:
+    """What it has stays; the reference of the dead successor is refused."""
+    old = host.create()
+    channel = host.channel()
+    mapped = channel.map(old.ref, WRITER)
+    host.die(old, OWNER.incarnation)
+    heir = host.open(HEIR)
+    host.die(heir, HEIR.incarnation)
+    with pytest.raises(ArenaGone, match="dead"):
+        channel.map(heir.ref, WRITER)
+    assert not mapped.closed
+
+
+def test_a_writer_that_let_go_of_a_dead_owners_arena_maps_it_for_the_successor(host: Any) -> None:
+    """Its lock went with everything it could have stored; the new owner concluded nothing yet."""
+    old = host.create()
+    channel = host.channel()
+    mapped = channel.map(old.ref, WRITER)
+    host.die(old, OWNER.incarnation)
+    mapped.close()
+    new = host.open(HEIR)
+    assert not new.writer_alive(WRITER.incarnation)
+    again = channel.map(new.ref, WRITER)
+    assert again is not mapped
+    assert new.writer_alive(WRITER.incarnation)
+
+
+# --- what is not mapped ---------------------------------------------------------------------------
+
+
 def test_an_arena_whose_owner_is_dead_is_not_mapped(host: Any) -> None:
     """A ticket that outlived its issuer is refused at once."""
     arena = host.create()

@@ -15,11 +15,12 @@ from baton.core.outcomes import Reason
 from baton.core.prefix import chain_root
 from baton.decode.io import ImportBlocks, MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
 from baton.decode.machine import DecodeMachine
+from baton.decode.takeover import take_stock
 from baton.decode.work import bring, probe, run_step, verify
 from baton.engine.fake import FakeEngine
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import Deliver, End, ReportsReady
-from baton.ports.channel import ArenaGone, ArenaInUse
+from baton.ports.channel import ArenaInUse
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
 from baton.ports.lease import LeaseKeeper, MembersChanged, Replaced
 from baton.ports.ledger import AnyOp, Reply, Unavailable
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from sim.cluster import Cluster
 
 RESTART_S = 0.5
+#: From the start of a process until it would say that it is ready.
+READY_S = 0.3
 #: A stalled writer sleeps longer than its peers wait for a sign of it.
 STALL_S = 3.0
 #: In the whole-arena check of decode lies a third of a run's time.
@@ -89,7 +92,7 @@ class Process:
         self._handled = 0
         self._timer: Handle | None = None
         self._lease_timer: Handle | None = None
-        self._thread_free = 0.0
+        self._work: list[Callable[[], None]] = []
         self.peers: dict[Peer, Member] = {}
         try:
             self.machine = self._build()
@@ -116,10 +119,17 @@ class Process:
             channel = cluster.host.channel(cluster.layout, cluster.compat)
             self.chunks = ChunkWorker(self.engine, channel, self.me, cluster.clock)
             return PrefillMachine(self.me, limits, block_size=size, root=root)
-        self.arena = cluster.host.create(
+        arena = cluster.host.open(
             "sim", self.me, cluster.layout, cluster.compat, blocks=cluster.blocks
         )
-        self.engine.attach(self.arena.ref.file_id, self.arena.memory)
+        self.arena = arena
+        self.engine.attach(arena.ref.file_id, arena.memory)
+        found = None
+        if arena.former is not None:
+            found = take_stock(arena, size, cluster.layout.block_bytes, limits.takeover_verify_mb)
+            cluster.tell(self.worker_id, "arena_taken_over", found.describe())
+            cluster.counts["taken_over"] += 1
+            self.later(READY_S, arena.complete)
         return DecodeMachine(
             self.me,
             limits,
@@ -128,6 +138,7 @@ class Process:
             block_size=size,
             block_bytes=cluster.layout.block_bytes,
             root=root,
+            found=found,
         )
 
     def kill(self) -> None:
@@ -333,42 +344,53 @@ class Process:
 
     def _thread(self, mean: float, work: Callable[[], object]) -> None:
         """Run ``work`` in the one engine thread: it happens somewhere within its time."""
-        now = self.cluster.clock.now()
-        begin = max(now, self._thread_free)
-        seconds = self._some(mean)
-        self._thread_free = begin + seconds
-        at = begin + self.cluster.clock.random.random() * seconds
-        self.later(at - now, lambda: self._finish(work(), begin + seconds))
 
-    def _finish(self, event: object, end: float) -> None:
-        wait = max(0.0, end - self.cluster.clock.now())
-        if event is not None:
-            self.later(wait, lambda: self.feed(event))
+        def begin() -> None:
+            seconds = self._some(mean)
+            at = self.cluster.clock.random.random() * seconds
+            self.later(at, lambda: self._finish(work(), seconds - at))
+
+        self._submit(begin)
 
     def _chunk(self, command: RunChunk) -> None:
         """Fence at the start, stores somewhere later: a freeze in between makes them very late."""
-        now = self.cluster.clock.now()
-        begin = max(now, self._thread_free)
-        tokens = sum(len(row.row.token_ids) for row in command.rows)
-        seconds = self._some(0.005 + tokens * 0.0005)
-        self._thread_free = begin + seconds
-        stores = begin + self.cluster.clock.random.random() * seconds
 
         def fence() -> None:
+            tokens = sum(len(row.row.token_ids) for row in command.rows)
+            seconds = self._some(0.005 + tokens * 0.0005)
+            stores = self.cluster.clock.random.random() * seconds
+            began = self.cluster.clock.now()
             live = self.chunks.begin(command)
             oracles.may_store(self.cluster, self.me, [command.rows[number] for number in live])
-            self.later(stores - begin, lambda: store(live))
+            self.later(stores, lambda: store(live, began, seconds - stores))
             if self.cluster.stalls_now():
                 self.freeze()
                 self.cluster.clock.call_later(STALL_S, self.thaw)
 
-        def store(live: list[int]) -> None:
-            finished = self.chunks.complete(command, live, begin)
+        def store(live: list[int], began: float, rest: float) -> None:
+            finished = self.chunks.complete(command, live, began)
             if live and self.cluster.flips_now():
                 self._flip(command.rows[live[0]])
-            self._finish(finished, begin + seconds)
+            self._finish(finished, rest)
 
-        self.later(begin - now, fence)
+        self._submit(fence)
+
+    def _submit(self, begin: Callable[[], None]) -> None:
+        """Give the engine thread something to do: one thing begins when the one before is over,
+        however long a freeze has made that."""
+        self._work.append(begin)
+        if len(self._work) == 1:
+            self.later(0.0, begin)
+
+    def _finish(self, event: object, rest: float) -> None:
+        def over() -> None:
+            self._work.pop(0)
+            if self._work:
+                self.later(0.0, self._work[0])
+            if event is not None:
+                self.feed(event)
+
+        self.later(rest, over)
 
     def _flip(self, row: ChunkRow) -> None:
         """Turn over one bit of what ``row`` has stored and announces next."""
@@ -378,11 +400,8 @@ class Process:
         check = random.choice(row.checks)
         token = random.randrange(check.tokens) + random.randrange(2) * layout.block_size
         byte = token * layout.token_bytes_per_axis + random.randrange(layout.token_bytes_per_axis)
-        arena = self.chunks.arenas[row.row.arena].ref
-        try:
-            self.cluster.host.flip(arena, check.block, byte, 1 << random.randrange(8))
-        except ArenaGone:
-            return  # its owner died and another file has its name: nobody reads these pages
+        memory = self.chunks.arenas[row.row.arena].memory
+        memory[check.block * layout.block_bytes + byte] ^= 1 << random.randrange(8)
         self.cluster.tell(self.worker_id, "bit_flipped", {"request_id": row.row.request_id})
 
     def _exit(self, code: int, reason: str) -> None:

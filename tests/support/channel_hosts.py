@@ -29,6 +29,18 @@ class RealHost:
         self._open.append(arena)
         return arena
 
+    def open(
+        self,
+        owner: Peer = OWNER,
+        *,
+        blocks: int = 0,
+        layout: KVLayout = LAYOUT,
+        compat: Compat = COMPAT,
+    ) -> SharedArena:
+        arena = SharedArena.open(self._directory, "test", owner, layout, compat, blocks=blocks)
+        self._open.append(arena)
+        return arena
+
     def channel(self, layout: KVLayout = LAYOUT, compat: Compat = COMPAT) -> ShmChannel:
         return ShmChannel(layout, compat)
 
@@ -61,6 +73,16 @@ class FakeHost:
 
     def create(self, owner: Peer = OWNER, *, cluster: str = "test", blocks: int = 8) -> SimArena:
         return self._host.create(cluster, owner, LAYOUT, COMPAT, blocks=blocks)
+
+    def open(
+        self,
+        owner: Peer = OWNER,
+        *,
+        blocks: int = 0,
+        layout: KVLayout = LAYOUT,
+        compat: Compat = COMPAT,
+    ) -> SimArena:
+        return self._host.open("test", owner, layout, compat, blocks=blocks)
 
     def channel(self, layout: KVLayout = LAYOUT, compat: Compat = COMPAT) -> SimChannel:
         return self._host.channel(layout, compat)

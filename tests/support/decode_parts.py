@@ -18,6 +18,7 @@ from baton.decode.io import (
     WriterProbed,
 )
 from baton.decode.machine import DecodeMachine
+from baton.decode.takeover import TakenOver
 from baton.ports.driving import CallLedger, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import AdvanceRequest
@@ -50,7 +51,13 @@ STEP = Like(RunStep)
 class Decode(Playbook):
     """A decode worker with an arena of ``blocks`` blocks of four tokens, everybody linked."""
 
-    def __init__(self, blocks: int = 8, writers: tuple[Peer, ...] = (P,), **limits: Any) -> None:
+    def __init__(
+        self,
+        blocks: int = 8,
+        writers: tuple[Peer, ...] = (P,),
+        found: TakenOver | None = None,
+        **limits: Any,
+    ) -> None:
         machine = DecodeMachine(
             ME,
             Limits(**{"growth_tokens": 4, **limits}),
@@ -59,6 +66,7 @@ class Decode(Playbook):
             block_size=SIZE,
             block_bytes=64,
             root=b"root",
+            found=found,
         )
         super().__init__(machine)
         self.pool = machine.state.pool

@@ -7,6 +7,7 @@ against the ids it must stand for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.core.ids import Peer
@@ -50,7 +51,7 @@ class TicketRecord:
 class Handover:
     """All tickets of one decode worker; at most ``reservations_max`` live plus those revoked."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, former: Mapping[int, tuple[int, ...]]) -> None:
         self.state = state
         self.tickets: dict[Key, TicketRecord] = {}
         #: Writers whose lock was seen: only they get tickets.
@@ -59,7 +60,9 @@ class Handover:
         self.claims: dict[int, Peer] = {}
         #: Incarnations that are gone from the links but not yet proven dead.
         self.condemned: dict[int, Peer] = {}
-        self.probe_at: float | None = None
+        #: Writers of this arena's former owner -> the blocks that each may still store into.
+        self.former = dict(former)
+        self.probe_at: float | None = 0.0 if former else None
 
     # --- writers ------------------------------------------------------------------------------
 
@@ -77,6 +80,8 @@ class Handover:
         if message.error:
             self.state.note("writer_refused", writer=str(peer), error=message.error)
             return
+        # It maps the arena for its owner of now: nothing of it stores for the former one any more.
+        self._release_former(peer.incarnation)
         self.claims[peer.incarnation] = peer
         self.state.emit(ProbeWriter(peer.incarnation))
 
@@ -108,6 +113,8 @@ class Handover:
         if claim is not None and alive:
             self.writers.add(claim)
             self.state.note("writer_ready", writer=str(claim))
+        if not alive:
+            self._release_former(incarnation)
         peer = self.condemned.get(incarnation)
         if peer is None or alive:
             return
@@ -125,10 +132,18 @@ class Handover:
         for incarnation, peer in list(self.condemned.items()):
             if not any(self.tickets[key].revoked for key in self._still_writing(peer)):
                 del self.condemned[incarnation]  # it came back, and stopped
-        for incarnation in self.condemned:
+        awaited = dict.fromkeys([*self.condemned, *self.former])
+        for incarnation in awaited:
             self.state.emit(ProbeWriter(incarnation))
         again = now + self.state.limits.reader_probe_ms / 1000
-        self.probe_at = again if self.condemned else None
+        self.probe_at = again if awaited else None
+
+    def _release_former(self, incarnation: int) -> None:
+        """That writer of the former owner's stores nothing of its any more."""
+        held = self.former.pop(incarnation, ())
+        if held:
+            self.state.pool.unhold(held)
+            self.state.note("former_writer_stopped", incarnation=incarnation, blocks=len(held))
 
     # --- one ticket ---------------------------------------------------------------------------
 
@@ -281,7 +296,10 @@ class Handover:
 
     def revoking(self) -> bool:
         """Whether blocks will come back soon: a writer that can be reached was told to stop."""
-        return any(r.revoked and r.writer in self.state.peers for r in self.tickets.values())
+        linked = self.state.peers
+        return any(r.revoked and r.writer in linked for r in self.tickets.values()) or any(
+            peer.incarnation in self.former for peer in linked
+        )
 
     def _release(self, key: Key) -> None:
         """The writer is done with it, or dead."""

@@ -34,6 +34,7 @@ from baton.decode.output import Output
 from baton.decode.scheduler import Scheduler
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
+from baton.decode.takeover import TakenOver
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered
 from baton.ports.ledger import AdvanceRequest, EndRequest, Unavailable
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
@@ -73,7 +74,10 @@ EXIT_HUNG = 75
 
 
 class DecodeMachine:
-    """One decode worker. ``Machine[Event, Command]``."""
+    """One decode worker. ``Machine[Event, Command]``.
+
+    ``found`` is what it has of the arena, if that was taken over; else all of it is free.
+    """
 
     def __init__(
         self,
@@ -85,10 +89,12 @@ class DecodeMachine:
         block_size: int,
         block_bytes: int,
         root: bytes,
+        found: TakenOver | None = None,
     ) -> None:
-        pool = BlockPool(blocks_total)
+        pool = BlockPool(blocks_total) if found is None else found.pool
+        assert pool.total == blocks_total
         self.state = State(me, limits, pool, arena, block_size, block_bytes, root)
-        self.handover = Handover(self.state)
+        self.handover = Handover(self.state, {} if found is None else found.quarantined)
         self.scheduler = Scheduler(self.state, self.handover)
         self.imports = Imports(self.state)
         self.admission = Admission(self.state, self.handover, self.imports, self.scheduler)

@@ -1,6 +1,7 @@
 """Puts one decode process together: engine, arena, its threads, the machine.
 
-Decides the order: the arena is created and the engine warm before anybody knows of this process.
+Decides the order: the arena is there (a dead incarnation's, if there is one) and the engine warm
+before anybody knows of this process.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from baton.channel.sources import ShmSources
 from baton.core.prefix import chain_root
 from baton.decode.io import ImportBlocks, MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
 from baton.decode.machine import DecodeMachine
+from baton.decode.takeover import TakenOver, take_stock
 from baton.decode.work import bring, probe, run_step, verify
 from baton.engine.info import ModelNotPrepared
 from baton.runtime.engine_thread import EngineThread
-from baton.runtime.model import served_model
+from baton.runtime.model import ServedModel, served_model
 from baton.runtime.service import Context, Service, StartFailed
 from baton.runtime.worker import make_engine
 
@@ -36,16 +38,8 @@ def build(context: Context) -> Service:
     except ModelNotPrepared as error:
         raise StartFailed(str(error), permanent=True) from None
     engine = make_engine(context, model)
-    arena = SharedArena.create(
-        config.arena.dir,
-        config.cluster.name,
-        context.me,
-        model.layout,
-        model.compat,
-        size_mb=config.arena.size_mb,
-    )
+    arena, found = _open_arena(context, model)
     sources = ShmSources(config.arena.dir, config.cluster.name, model.layout, model.compat)
-    context.log.info("arena_created", blocks=arena.blocks_total, note=arena.size_note)
     engine.attach(arena.ref.file_id, arena.memory)
     engine.warm_up()
     machine = DecodeMachine(
@@ -56,9 +50,13 @@ def build(context: Context) -> Service:
         block_size=model.layout.block_size,
         block_bytes=model.layout.block_bytes,
         root=chain_root(repr(model.compat)),
+        found=found,
     )
     steps = EngineThread(context.feed, context.crash, context.clock)
     checks = EngineThread(context.feed, context.crash, context.clock, name="verify")
+
+    async def start() -> None:
+        arena.complete()
 
     async def stop() -> None:
         idle = await steps.stop(STOP_S) and await checks.stop(STOP_S)
@@ -108,6 +106,7 @@ def build(context: Context) -> Service:
         },
         compat=model.compat,
         model_name=model.name,
+        on_start=start,
         on_stop=stop,
         facts=lambda: {
             "arena": {
@@ -115,6 +114,39 @@ def build(context: Context) -> Service:
                 "blocks": arena.blocks_total,
                 "bytes": arena.blocks_total * model.layout.block_bytes,
                 "dtype": model.layout.dtype,
+                "taken_over": None if found is None else found.describe(),
             }
         },
     )
+
+
+def _open_arena(context: Context, model: ServedModel) -> tuple[SharedArena, TakenOver | None]:
+    """Take over what a dead incarnation of this worker left, or make a new arena."""
+    config, clock = context.config, context.clock
+    began = clock.now()
+    arena = SharedArena.open(
+        config.arena.dir,
+        config.cluster.name,
+        context.me,
+        model.layout,
+        model.compat,
+        size_mb=config.arena.size_mb,
+        tries_max=config.limits.takeover_tries_max,
+    )
+    if arena.former is None:
+        context.log.info("arena_created", blocks=arena.blocks_total, note=arena.size_note)
+        return arena, None
+    layout = model.layout
+    opened = clock.now()
+    found = take_stock(
+        arena, layout.block_size, layout.block_bytes, config.limits.takeover_verify_mb
+    )
+    context.log.info(
+        "arena_taken_over",
+        **found.describe(),
+        tokens=found.kept * layout.block_size,
+        map_s=round(opened - began, 3),
+        verify_s=round(clock.now() - opened, 3),
+        note=arena.size_note,
+    )
+    return arena, found

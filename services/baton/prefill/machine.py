@@ -19,6 +19,7 @@ from baton.core.outcomes import Reason
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
 from baton.ports.ledger import AdvanceRequest
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
+from baton.prefill.arenas import Arenas
 from baton.prefill.chunk_size import ChunkSize
 from baton.prefill.io import (
     ArenaOpened,
@@ -86,11 +87,7 @@ class PrefillMachine:
         self.jobs: dict[str, Job] = {}
         #: Tickets whose assignment is still on its way (it comes over another link).
         self.early: dict[tuple[str, int], tuple[Ticket, Peer, float]] = {}
-        self.arenas: dict[str, ArenaRef] = {}
-        #: Offered, and being mapped.
-        self.mapping: dict[str, ArenaRef] = {}
-        #: Owners of mapped arenas that are over for good.
-        self.gone: set[Peer] = set()
+        self.arenas = Arenas(limits.arena_kept_ms / 1000)
         self.placements = 0
         """Heard of, taken in or not: a router counts each as load until the next status."""
         self.step = 0
@@ -149,13 +146,13 @@ class PrefillMachine:
             case ChunkFinished():
                 self._chunk_finished(event, now)
             case ArenaOpened(ref, error):
-                self._arena_opened(ref, error)
+                self._arena_opened(ref, error, now)
             case PeerUp(member):
                 self.peers[member.peer] = member
                 self.beacon.forget()
-                self._replaced(member.peer)
+                self._replaced(member.peer, now)
             case PeerLost():
-                self._peer_lost(event)
+                self._peer_lost(event, now)
             case LeaseChanged(state):
                 self.lease = state
                 self.beacon.forget()
@@ -180,8 +177,9 @@ class PrefillMachine:
                 self._cancel(request_id, epoch, outcome.reason)
             case ArenaOffered(arena):
                 if arena.owner == peer:
-                    self.mapping[arena.file_id] = arena
+                    self.arenas.offered(arena, now)
                     self._emit(MapArena(arena))
+                    self._unmap(now)
             case _:
                 self._note("unexpected_message", level="warning", kind=type(message).__name__)
                 self._emit(Measure("stale_messages_total", 1, {"kind": "unknown"}))
@@ -240,7 +238,7 @@ class PrefillMachine:
         self.early[ticket.request_id, ticket.epoch] = (ticket, peer, now)
 
     def _accept(self, job: Job, ticket: Ticket, peer: Peer) -> None:
-        if ticket.arena.file_id not in self.arenas:
+        if not self.arenas.allows(ticket.arena):
             self._fail(job, Reason.FENCED, f"the arena of {peer} is not mapped here")
             return
         wrong = job.accept(ticket, self.root, self.block_size)
@@ -395,53 +393,47 @@ class PrefillMachine:
 
     # --- arenas, peers, time ------------------------------------------------------------------
 
-    def _arena_opened(self, ref: ArenaRef, error: str) -> None:
-        self.mapping.pop(ref.file_id, None)
+    def _arena_opened(self, ref: ArenaRef, error: str, now: float) -> None:
+        """The engine's thread has come to it, so that nothing stores there for a former owner any
+        more: the answer says that too."""
+        self.arenas.opened(ref, error, now)
         if error:
             self._note("arena_refused", level="error", owner=str(ref.owner), error=error)
         else:
-            self.arenas[ref.file_id] = ref
             self._note("arena_mapped", owner=str(ref.owner))
         self._send(ref.owner, ArenaMapped(ref.file_id, error))
-        self._unmap_gone()
+        self._unmap(now)
 
-    def _peer_lost(self, event: PeerLost) -> None:
+    def _peer_lost(self, event: PeerLost, now: float) -> None:
         peer = event.peer
         member = self.peers.pop(peer, None)
         if member is None or member.role is not Role.DECODE:
             return
-        for key in [key for key, (_, sender, _) in self.early.items() if sender == peer]:
-            del self.early[key]
-        for job in [job for job in self.jobs.values() if job.decode == peer]:
-            self._end(job, Reason.WORKER_LOST, f"{peer} is lost: {event.reason}")
+        self._drop_work_for(peer, f"{peer} is lost: {event.reason}")
         if event.gone:
-            self.gone.add(peer)
-        self._unmap_gone()
+            self.arenas.lost(peer, now)
+        self._unmap(now)
 
-    def _replaced(self, peer: Peer) -> None:
+    def _replaced(self, peer: Peer, now: float) -> None:
         """Who has this name now is the end of whoever had it before: one that was out of reach
         when it died is not reported otherwise."""
-        known = [*self.arenas.values(), *self.mapping.values()]
-        self.gone |= {
-            ref.owner
-            for ref in known
-            if ref.owner.worker_id == peer.worker_id and ref.owner != peer
-        }
-        self._unmap_gone()
+        decodes = (job.decode for job in self.jobs.values())
+        for owner in self.arenas.succeeded_by(peer, decodes):
+            self._drop_work_for(owner, f"{peer} has taken its place")
+            self.arenas.lost(owner, now)
+        self._unmap(now)
 
-    def _unmap_gone(self) -> None:
-        """Unmap the arenas of those that are over, once no chunk uses them.
+    def _drop_work_for(self, decode: Peer, text: str) -> None:
+        """Nothing is stored for it any more, once the chunk that runs has returned."""
+        for key in [key for key, (_, sender, _) in self.early.items() if sender == decode]:
+            del self.early[key]
+        for job in [job for job in self.jobs.values() if job.decode == decode]:
+            self._end(job, Reason.WORKER_LOST, text)
 
-        One that is only out of reach keeps its mapping: unmapping lets the lock go, and a lock
-        seen gone is this incarnation's death to the arena's owner.
-        """
-        used = {row.row.arena for row, _ in self.flying}
-        for file_id, ref in list(self.arenas.items()):
-            if ref.owner in self.gone and file_id not in used:
-                del self.arenas[file_id]
-                self._emit(UnmapArena(file_id))
-        known = [*self.arenas.values(), *self.mapping.values()]
-        self.gone &= {ref.owner for ref in known}
+    def _unmap(self, now: float) -> None:
+        """Give up what nobody waits for."""
+        for file_id in self.arenas.give_up(now, {row.row.arena for row, _ in self.flying}):
+            self._emit(UnmapArena(file_id))
 
     def _drain(self, now: float) -> None:
         if self.draining:
@@ -479,7 +471,7 @@ class PrefillMachine:
         if now < self.beat_at:
             return
         self.beat_at = now + self.limits.lease_renew_ms / 1000
-        self._unmap_gone()
+        self._unmap(now)
         wait_s = self.limits.ticket_wait_ms / 1000
         for key, (_, sender, since) in list(self.early.items()):
             if now - since > wait_s:
@@ -534,7 +526,7 @@ class PrefillMachine:
             "queued_tokens": sum(job.remaining for job in self.jobs.values()),
             "tokens_per_s": round(self.tokens_per_s, 1),
             "chunk_tokens": self.chunk_size.tokens(),
-            "arenas": sorted(str(ref.owner) for ref in self.arenas.values()),
+            "arenas": sorted(str(ref.owner) for ref in self.arenas.mapped.values()),
             "peers": sorted(str(peer) for peer in self.peers),
             "step": self.step,
         }

@@ -34,16 +34,19 @@ class ChunkWorker:
         self.arenas: dict[str, MappedArena] = {}
 
     def map(self, command: MapArena) -> ArenaOpened:
-        """Lock and map an arena and show it to the engine."""
+        """Lock and map an arena and show it to the engine.
+
+        If it is mapped already, for a former owner, every chunk that stored there for that one has
+        returned: chunks and mappings share one thread.
+        """
         ref = command.ref
-        if ref.file_id in self.arenas:
-            return ArenaOpened(ref)
         try:
             mapped = self.channel.map(ref, self.me)
         except ArenaGone as error:
             return ArenaOpened(ref, str(error))
-        self.arenas[ref.file_id] = mapped
-        self.engine.attach(ref.file_id, mapped.memory)
+        if self.arenas.get(ref.file_id) is not mapped:
+            self.arenas[ref.file_id] = mapped
+            self.engine.attach(ref.file_id, mapped.memory)
         return ArenaOpened(ref)
 
     def unmap(self, command: UnmapArena) -> None:

@@ -1,7 +1,8 @@
 """The owner's side of an arena: a named file in shared memory that outlives its process.
 
-Decides how an arena comes to be (sized, allocated, locked, populated, named, in this order) and how
-it ends. It does not decide block states: the owner's block pool does, and marks them here.
+Decides how an arena comes to be (taken over from a dead owner, or sized, allocated, locked,
+populated, named, in this order) and how it ends. It does not decide block states: the owner's block
+pool does, and marks them here.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import structlog
 from baton.channel import files, locks, sizing
 from baton.channel.checksum import checksum_in, mismatches
 from baton.channel.files import reclaim_unlocked
-from baton.channel.layout import Header, Records, make_header, pack_header, slot_of
+from baton.channel.layout import Header, Records, make_header
 from baton.channel.mapping import Mapping
+from baton.channel.takeover import NotTaken, Wanted, store_header, succeed, take_over
 from baton.core.ids import Compat, Peer
-from baton.ports.channel import ArenaInUse, BlockCheck, BlockMark
+from baton.ports.channel import ArenaInUse, ArenaTooSmall, BlockCheck, BlockMark
 from baton.ports.engine import KVLayout
 from baton.wire.messages import ArenaRef
 
@@ -34,20 +36,25 @@ log = structlog.get_logger(__name__)
 
 
 class SharedArena:
-    """An arena this process owns (``baton.ports.channel.OwnArena``). Made by :meth:`create`.
+    """An arena this process owns (``baton.ports.channel.OwnArena``). Made by :meth:`open`.
 
     ``verify`` and ``checksums`` may run in any thread; everything else belongs to one. The memory
-    is zero when new, and so is every record (FREE, generation 0).
+    is zero when new, and so is every record (FREE, generation 0); one that was taken over has both
+    as its former owner left them.
     """
 
-    def __init__(self, fd: int, path: Path, header: Header, note: str) -> None:
-        """Take over an allocated file in which this incarnation's byte is locked."""
+    def __init__(
+        self, fd: int, path: Path, header: Header, note: str, former: Peer | None = None
+    ) -> None:
+        """Map an allocated file in which this incarnation's byte is locked."""
         info = os.fstat(fd)
         locks.hold_across_fork(info.st_dev, info.st_ino)
         self._fd = fd
         self._path = path
         self._layout = header.layout
         self._owner = header.owner
+        self._header = header
+        self.former = former
         self._map = Mapping(fd, 0, header.file_bytes, writable=True)
         records = slice(header.records_offset, header.journal_offset)
         self._records = Records(self._map.view[records], header.blocks_total)
@@ -69,6 +76,59 @@ class SharedArena:
             file_id=header.file_id,
             owner=header.owner,
         )
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path | str,
+        cluster: str,
+        owner: Peer,
+        layout: KVLayout,
+        compat: Compat,
+        *,
+        blocks: int = 0,
+        size_mb: int = 0,
+        tries_max: int = 2,
+    ) -> SharedArena:
+        """Take over the arena that a dead incarnation of ``owner`` left, or :meth:`create` one.
+
+        The size is ``blocks``, or ``size_mb``, or (both 0) that of what is there. Takes some tenths
+        of a second per GiB. One that does not fit, or that ``tries_max`` owners have begun to take
+        over and not completed, is replaced, and the log says why.
+
+        Raises:
+            ArenaTooSmall: as :meth:`create`.
+            ArenaInUse: as :meth:`create`; or there is no room beside what was not taken over, which
+                writers still map.
+        """
+        path = files.arena_path(Path(directory), cluster, owner.worker_id)
+        asked = sizing.blocks_asked(layout, blocks=blocks, size_mb=size_mb)
+        refused = ""
+        try:
+            taken = take_over(path, Wanted(cluster, owner, layout, compat, asked, tries_max))
+        except FileNotFoundError:
+            pass
+        except NotTaken as reason:
+            refused = str(reason)
+            log.warning("arena_not_taken_over", path=str(path), reason=refused)
+        else:
+            return cls._of(*taken, path)
+        try:
+            return cls.create(
+                directory, cluster, owner, layout, compat, blocks=blocks, size_mb=size_mb
+            )
+        except ArenaTooSmall as error:
+            if refused:
+                raise ArenaInUse(f"{path} was not taken over ({refused}), and {error}") from error
+            raise
+
+    @classmethod
+    def _of(cls, fd: int, header: Header, former: Peer, path: Path) -> SharedArena:
+        try:
+            return cls(fd, path, header, f"{header.blocks_total} blocks taken over", former)
+        except BaseException:
+            os.close(fd)
+            raise
 
     @classmethod
     def create(
@@ -120,6 +180,12 @@ class SharedArena:
             arena.close(unlink=False)
             raise
         return arena
+
+    def complete(self) -> None:
+        """The take-over is done, and its owner serves: the next one has all its tries again."""
+        if self._header.tries:
+            self._header = succeed(self._header, tries=0)
+            store_header(self._fd, self._header)
 
     @property
     def memory(self) -> memoryview:
@@ -194,7 +260,7 @@ def _allocate(fd: int, header: Header, room: sizing.Room, note: str) -> None:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
             raise sizing.too_small(header.file_bytes, room, note) from error
         raise
-    os.pwrite(fd, pack_header(header), slot_of(header))
+    store_header(fd, header)
 
 
 def _name(fd: int, path: Path) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from baton.channel import locks
@@ -71,11 +73,18 @@ def check_fit(
     Raises:
         ArenaGone: with every difference.
     """
-    differences = their_compat.differences(my_compat)
+    if found := differences(theirs, their_compat, mine, my_compat):
+        raise ArenaGone(f"{path} does not fit: {'; '.join(found)}")
+
+
+def differences(
+    theirs: KVLayout, their_compat: Compat, mine: KVLayout, my_compat: Compat
+) -> list[str]:
+    """Return in words how the bytes of two arenas differ in meaning."""
+    found = their_compat.differences(my_compat)
     if theirs != mine:
-        differences.append(f"KV layout: {theirs.describe()} != {mine.describe()}")
-    if differences:
-        raise ArenaGone(f"{path} does not fit: {'; '.join(differences)}")
+        found.append(f"KV layout: {theirs.describe()} != {mine.describe()}")
+    return found
 
 
 def names(path: Path | str, fd: int) -> bool:
@@ -88,6 +97,29 @@ def names(path: Path | str, fd: int) -> bool:
     return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
 
 
+@contextmanager
+def unowned(path: Path) -> Iterator[None]:
+    """Keep the file at ``path``, whose owner is dead, from being removed or taken by others.
+
+    Raises:
+        ArenaInUse: its owner lives, or another process is replacing it right now.
+        FileNotFoundError: there is none.
+    """
+    while True:
+        # A description of its own: what it locks goes when it is closed, and nothing else does.
+        fd = open_arena(path)
+        try:
+            if not locks.lock(fd, locks.REPLACE_BYTE):
+                raise ArenaInUse(f"{path} is being replaced by another process")
+            if not names(path, fd):
+                continue  # replaced between opening and locking: look at the new one
+            _refuse_if_owned(path, fd)
+            yield
+            return
+        finally:
+            os.close(fd)
+
+
 def remove_unowned(path: Path) -> bool:
     """Remove the arena file at ``path`` if its owner is dead; return whether there was one.
 
@@ -96,21 +128,12 @@ def remove_unowned(path: Path) -> bool:
     Raises:
         ArenaInUse: its owner lives, or another process is replacing it right now.
     """
-    while True:
-        try:
-            fd = open_arena(path)
-        except FileNotFoundError:
-            return False
-        try:
-            if not locks.lock(fd, locks.REPLACE_BYTE):
-                raise ArenaInUse(f"{path} is being replaced by another process")
-            if not names(path, fd):
-                continue  # replaced between opening and locking: look at the new one
-            _refuse_if_owned(path, fd)
+    try:
+        with unowned(path):
             os.unlink(path)
-            return True
-        finally:
-            os.close(fd)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _refuse_if_owned(path: Path, fd: int) -> None:

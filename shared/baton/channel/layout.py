@@ -80,8 +80,8 @@ class Header(msgspec.Struct, frozen=True):
     file_bytes: int
     sequence: int = 0
     """Grows with each store of the header; the greatest whole one counts."""
-    takeovers: int = 0
-    """Take-overs that were begun since the last one that was completed."""
+    tries: int = 0
+    """Take-overs that were begun since one was completed, or the file was made."""
 
 
 def offsets(blocks_total: int, block_bytes: int, journal_bytes: int = 0) -> tuple[int, int, int]:

@@ -29,7 +29,7 @@ class ShmChannel:
 
     A mapping is kept until it is closed. Close it only when its owner's incarnation is gone or this
     process ends: the owner takes a lock seen gone for death, so the same incarnation never maps the
-    same arena again.
+    same arena again, unless it has a new owner, which concludes nothing from before.
     """
 
     def __init__(self, layout: KVLayout, compat: Compat) -> None:
@@ -50,10 +50,13 @@ class ShmChannel:
         assert me.incarnation > 0, "incarnation 0 means nobody"
         key = (ref.file_id, me.incarnation)
         mapped = self._mapped.get(key)
-        if mapped is None:
+        if mapped is None or (mapped.closed and mapped.ref.owner != ref.owner):
             mapped = self._mapped[key] = self._open(ref, me)
         elif mapped.closed:
             raise ArenaGone(f"{me} closed {ref.path} before, which its owner took for death")
+        elif mapped.ref != ref:
+            self._trust(mapped.fd, ref)
+            mapped.ref = ref
         return mapped
 
     def _open(self, ref: ArenaRef, me: Peer) -> ShmArena:
@@ -108,7 +111,7 @@ class ShmArena:
         )
         self._records = Records(self._record_map.view, header.blocks_total)
         self._memory = self._block_map.view[:length]
-        self._fd = fd
+        self.fd = fd
 
     @property
     def memory(self) -> memoryview:
@@ -136,7 +139,7 @@ class ShmArena:
         self.closed = True
         del self._records, self._memory
         unmapped = [self._record_map.close(), self._block_map.close()]
-        os.close(self._fd)
+        os.close(self.fd)
         self.lingering = not all(unmapped)
         if self.lingering:
             log.warning("arena_views_open", path=self.ref.path, owner=str(self.ref.owner))

@@ -46,17 +46,24 @@ class Size:
     note: str
 
 
+def blocks_asked(layout: KVLayout, *, blocks: int = 0, size_mb: int = 0) -> int | None:
+    """Return how many blocks are asked for, ``None`` if as many as fit."""
+    assert not (blocks and size_mb), "one size, not two"
+    if blocks:
+        return blocks
+    return _blocks_in(size_mb * MIB, layout) if size_mb else None
+
+
 def choose_size(layout: KVLayout, room: Room, *, blocks: int = 0, size_mb: int = 0) -> Size:
     """Return how many blocks the arena gets: ``blocks``, or ``size_mb``, or (both 0) what fits.
 
     Raises:
         ArenaTooSmall: it does not fit, or not one block does; the text holds both sizes.
     """
-    assert not (blocks and size_mb), "one size, not two"
-    if blocks:
-        wanted, origin = blocks, f"{blocks} blocks asked for"
-    elif size_mb:
-        wanted, origin = _blocks_in(size_mb * MIB, layout), f"{size_mb} MiB asked for"
+    asked = blocks_asked(layout, blocks=blocks, size_mb=size_mb)
+    if asked is not None:
+        wanted = asked
+        origin = f"{blocks} blocks asked for" if blocks else f"{size_mb} MiB asked for"
     else:
         budget = min(
             AUTO_BYTES_MAX, room.space // AUTO_SPACE_SHARE, room.memory // AUTO_MEMORY_SHARE

@@ -52,6 +52,22 @@ class BlockPool:
         self._held_cached = 0
         self._dirty: dict[int, None] = {}
 
+    @classmethod
+    def restored(cls, blocks: Sequence[Block], cached: Sequence[int]) -> BlockPool:
+        """Return a pool of blocks that were found FREE, QUARANTINED (held) or CACHED.
+
+        ``cached`` are the last, the one to be evicted first leading; their names differ. All of it
+        is metadata to be stored again.
+        """
+        pool = cls(0)
+        pool.blocks = list(blocks)
+        pool._free_list.extend(n for n, block in enumerate(blocks) if block.state is B.FREE)
+        pool._cached.update(dict.fromkeys(cached))
+        pool._index.update((blocks[number].chain, number) for number in cached)
+        pool._dirty.update(dict.fromkeys(range(len(blocks))))
+        pool.check()
+        return pool
+
     # --- looking ------------------------------------------------------------------------------
 
     @property

@@ -103,6 +103,13 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most prompt tokens a decode worker computes between two decode steps."""
     local_rest_tokens: int = 128
     """More than this of what a lost worker had is not computed again on decode: prefill does."""
+    takeover_verify_mb: int = 8_192
+    """A restarted decode worker verifies this much of its old memory, what was in use first; the
+    rest is computed again."""
+    takeover_tries_max: int = 2
+    """After that many take-overs that were begun and not completed, an arena is made anew."""
+    arena_kept_ms: int = 60_000
+    """A dead decode worker's memory stays mapped by prefill this long for its successor."""
     reader_probe_ms: int = 50
     """How often the lock of a silent writer is looked at while its blocks are in quarantine."""
 

@@ -56,10 +56,18 @@ class BlockCheck:
 
 
 class OwnArena(Protocol):
-    """The owner's side. Created before the process announces itself."""
+    """The owner's side. Opened before the process announces itself.
+
+    It is new and zero, or one that a dead incarnation of the same worker left, taken over in place:
+    memory and metadata are as they were, the file is the same, and writers that live go on holding
+    it. Of two that start at once only one gets it. A take-over that is not completed is counted;
+    an arena whose take-overs fail again and again is replaced by a new one.
+    """
 
     ref: ArenaRef
     blocks_total: int
+    former: Peer | None
+    """Whose arena was taken over; ``None``: it is new."""
 
     @property
     def memory(self) -> memoryview:
@@ -68,6 +76,18 @@ class OwnArena(Protocol):
 
     def mark(self, marks: Sequence[BlockMark]) -> None:
         """Store metadata, in order."""
+        ...
+
+    def marked(self, block: int) -> BlockMark:
+        """Return what the metadata says of one block.
+
+        Raises:
+            ValueError: nothing that this version could have stored.
+        """
+        ...
+
+    def complete(self) -> None:
+        """The take-over is done: what it may have failed by is behind us."""
         ...
 
     def verify(self, checks: Sequence[BlockCheck]) -> list[int]:
@@ -109,6 +129,9 @@ class Channel(Protocol):
 
     def map(self, ref: ArenaRef, me: Peer) -> MappedArena:
         """Map ``ref``, after locking this incarnation's byte in it. Idempotent per arena.
+
+        A file that is mapped already stays so when its owner has changed: the same mapping then has
+        the new ``ref``.
 
         Raises:
             ArenaGone: the file is not the one ``ref`` names, or its layout differs.

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from baton.channel.checksum import checksum_in, mismatches
 from baton.channel.files import check_fit
-from baton.channel.layout import RECORD_BYTES, Records
+from baton.channel.layout import RECORD_BYTES, Header, Records, make_header
 from baton.channel.sources import find_names
+from baton.channel.takeover import Wanted, succeed
 from baton.core.ids import Compat, Peer
 from baton.ports.channel import (
     ArenaGone,
@@ -27,6 +30,8 @@ from baton.wire.messages import ArenaRef, TicketBlock
 
 #: From the kill to the lock's end: 0.1 s per GiB was measured for 4-KiB pages.
 UNMAP_S = 0.1
+#: Size of an arena that nobody asked a size for.
+SIM_BLOCKS = 8
 
 
 def _path(cluster: str, worker_id: str) -> str:
@@ -34,19 +39,19 @@ def _path(cluster: str, worker_id: str) -> str:
 
 
 class SimFile:
-    """One arena file: its bytes and who holds which byte of it locked."""
+    """One arena file: its header, its bytes, and who holds which byte of it locked."""
 
-    def __init__(
-        self, cluster: str, ref: ArenaRef, layout: KVLayout, compat: Compat, blocks_total: int
-    ) -> None:
-        self.cluster = cluster
-        self.ref = ref
-        self.layout = layout
-        self.compat = compat
-        self.blocks_total = blocks_total
-        self.records = memoryview(bytearray(blocks_total * RECORD_BYTES))
-        self.blocks = memoryview(bytearray(blocks_total * layout.block_bytes))
-        self.locked: set[int] = set()
+    def __init__(self, path: str, header: Header, inode: int) -> None:
+        self.header = header
+        self.ref = ArenaRef(path, 1, inode, header.file_id, header.owner)
+        self.records = memoryview(bytearray(header.blocks_total * RECORD_BYTES))
+        self.blocks = memoryview(bytearray(header.blocks_total * header.block_bytes))
+        self.locked: set[int] = {header.owner.incarnation}
+
+    def succeed(self, **changes: object) -> None:
+        """Store the next header."""
+        self.header = succeed(self.header, **changes)
+        self.ref = msgspec.structs.replace(self.ref, owner=self.header.owner)
 
 
 class SimHost:
@@ -59,6 +64,31 @@ class SimHost:
         #: Incarnation -> when its locks vanish.
         self._killed: dict[int, float] = {}
         self._created = 0
+
+    def open(
+        self,
+        cluster: str,
+        owner: Peer,
+        layout: KVLayout,
+        compat: Compat,
+        *,
+        blocks: int = 0,
+        tries_max: int = 2,
+    ) -> SimArena:
+        """Take over what a dead incarnation of ``owner`` left, or :meth:`create` a new arena.
+
+        Raises:
+            ArenaInUse, ArenaTooSmall: as :meth:`create`.
+        """
+        file = self._files.get(_path(cluster, owner.worker_id))
+        wanted = Wanted(cluster, owner, layout, compat, blocks or None, tries_max)
+        if file is None or wanted.reason_against(file.header):
+            return self.create(cluster, owner, layout, compat, blocks=blocks or SIM_BLOCKS)
+        self._refuse_if_owned(file)
+        former = file.header.owner
+        file.locked.add(owner.incarnation)
+        file.succeed(owner=owner, tries=file.header.tries + 1)
+        return SimArena(self, file, former)
 
     def create(
         self, cluster: str, owner: Peer, layout: KVLayout, compat: Compat, *, blocks: int
@@ -73,25 +103,28 @@ class SimHost:
         path = _path(cluster, owner.worker_id)
         old = self._files.get(path)
         if old is not None:
-            if self.is_locked(old, old.ref.owner.incarnation):
-                raise ArenaInUse(f"{path} belongs to {old.ref.owner}, which is running")
+            self._refuse_if_owned(old)
             self.unlink(old)
         needed = blocks * layout.block_bytes
         if needed > self._space:
             raise ArenaTooSmall(f"the arena needs {needed} bytes, available are {self._space}")
         self._created += 1
-        ref = ArenaRef(
-            path=path,
-            device=1,
-            inode=self._created,
-            file_id=f"{self._created:032x}",
+        header = make_header(
+            cluster=cluster,
             owner=owner,
+            pid=owner.incarnation,
+            file_id=f"{self._created:032x}",
+            layout=layout,
+            compat=compat,
+            blocks_total=blocks,
         )
-        file = SimFile(cluster, ref, layout, compat, blocks)
-        file.locked.add(owner.incarnation)
-        self._files[path] = file
+        file = self._files[path] = SimFile(path, header, self._created)
         self._space -= needed
-        return SimArena(self, file)
+        return SimArena(self, file, None)
+
+    def _refuse_if_owned(self, file: SimFile) -> None:
+        if self.is_locked(file, file.header.owner.incarnation):
+            raise ArenaInUse(f"{file.ref.path} belongs to {file.header.owner}, which is running")
 
     def channel(self, layout: KVLayout, compat: Compat) -> SimChannel:
         """Return one process's channel on this host."""
@@ -114,15 +147,15 @@ class SimHost:
     def flip(self, ref: ArenaRef, block: int, byte: int, mask: int = 1) -> None:
         """Invert the bits ``mask`` of one byte of one block."""
         file = self.find(ref)
-        assert 0 <= byte < file.layout.block_bytes
-        file.blocks[block * file.layout.block_bytes + byte] ^= mask
+        assert 0 <= byte < file.header.block_bytes
+        file.blocks[block * file.header.block_bytes + byte] ^= mask
 
     def reclaim_unlocked(self, cluster: str) -> list[str]:
         """Remove the cluster's files in which nobody holds any lock; return their paths."""
         removed = []
         for path, file in sorted(self._files.items()):
             locked = any(self.is_locked(file, each) for each in sorted(file.locked))
-            if file.cluster == cluster and not locked:
+            if file.header.cluster == cluster and not locked:
                 self.unlink(file)
                 removed.append(path)
         return removed
@@ -160,12 +193,13 @@ class SimHost:
 class SimArena:
     """The owner's side (``baton.ports.channel.OwnArena``)."""
 
-    def __init__(self, host: SimHost, file: SimFile) -> None:
+    def __init__(self, host: SimHost, file: SimFile, former: Peer | None) -> None:
         self.ref = file.ref
-        self.blocks_total = file.blocks_total
+        self.former = former
+        self.blocks_total = file.header.blocks_total
         self._host = host
         self._file = file
-        self._records = Records(file.records, file.blocks_total)
+        self._records = Records(file.records, self.blocks_total)
         self._seen: set[int] = set()
         self._dead: set[int] = set()
 
@@ -181,11 +215,15 @@ class SimArena:
         """Return what the metadata says of one block."""
         return self._records.load(block)
 
+    def complete(self) -> None:
+        if self._file.header.tries:
+            self._file.succeed(tries=0)
+
     def verify(self, checks: Sequence[BlockCheck]) -> list[int]:
-        return mismatches(self._file.blocks, self._file.layout, checks)
+        return mismatches(self._file.blocks, self._file.header.layout, checks)
 
     def checksums(self, checks: Sequence[BlockCheck]) -> list[int]:
-        return [checksum_in(self._file.blocks, self._file.layout, check) for check in checks]
+        return [checksum_in(self._file.blocks, self._file.header.layout, each) for each in checks]
 
     def writer_alive(self, incarnation: int) -> bool:
         if incarnation == self.ref.owner.incarnation:
@@ -224,17 +262,25 @@ class SimChannel:
         assert not self._host.was_killed(me.incarnation), f"{me} ran after its death"
         key = (ref.file_id, me.incarnation)
         mapped = self._mapped.get(key)
-        if mapped is None:
+        if mapped is None or (mapped.closed and mapped.ref.owner != ref.owner):
             mapped = self._mapped[key] = self._open(ref, me)
         elif mapped.closed:
             raise ArenaGone(f"{me} closed {ref.path} before, which its owner took for death")
+        elif mapped.ref != ref:
+            self._trust(ref)
+            mapped.ref = ref
         return mapped
 
-    def _open(self, ref: ArenaRef, me: Peer) -> SimMapped:
+    def _trust(self, ref: ArenaRef) -> SimFile:
         file = self._host.find(ref)
-        check_fit(ref.path, file.layout, file.compat, self._layout, self._compat)
+        header = file.header
+        check_fit(ref.path, header.layout, header.compat, self._layout, self._compat)
         if not self._host.is_locked(file, ref.owner.incarnation):
             raise ArenaGone(f"{ref.owner}, the owner of {ref.path}, is dead")
+        return file
+
+    def _open(self, ref: ArenaRef, me: Peer) -> SimMapped:
+        file = self._trust(ref)
         if self._host.is_locked(file, me.incarnation):
             raise ArenaGone(f"another process maps {ref.path} as {me}")
         file.locked.add(me.incarnation)
@@ -246,12 +292,12 @@ class SimMapped:
 
     def __init__(self, host: SimHost, file: SimFile, me: Peer) -> None:
         self.ref = file.ref
-        self.blocks_total = file.blocks_total
+        self.blocks_total = file.header.blocks_total
         self.closed = False
         self._host = host
         self._file = file
         self._me = me
-        self._records = Records(file.records.toreadonly(), file.blocks_total)
+        self._records = Records(file.records.toreadonly(), self.blocks_total)
 
     @property
     def memory(self) -> memoryview:
@@ -268,7 +314,7 @@ class SimMapped:
 
     def checksums(self, checks: Sequence[BlockCheck]) -> list[int]:
         self._assert_running()
-        return [checksum_in(self._file.blocks, self._file.layout, check) for check in checks]
+        return [checksum_in(self._file.blocks, self._file.header.layout, each) for each in checks]
 
     def close(self) -> None:
         if not self.closed:
@@ -298,7 +344,8 @@ class SimSources:
         file = self._host.named(path)
         if file is None:
             raise ArenaGone(f"the arena of {worker_id} cannot be opened: no such file")
-        check_fit(path, file.layout, file.compat, self._layout, self._compat)
+        header = file.header
+        check_fit(path, header.layout, header.compat, self._layout, self._compat)
         return SimSource(file)
 
 
@@ -312,7 +359,7 @@ class SimSource:
         return find_names(bytes(self._file.records), names)
 
     def copy(self, block: int, target: memoryview) -> bool:
-        size = self._file.layout.block_bytes
+        size = self._file.header.block_bytes
         bytes_there = self._file.blocks[block * size : (block + 1) * size]
         target[: len(bytes_there)] = bytes_there
         return len(bytes_there) == len(target)
