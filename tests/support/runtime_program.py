@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.ids import Role
 from baton.runtime.process import main
+from baton.wire.holdings import Holdings
 
 if TYPE_CHECKING:
     from baton.runtime.service import Context, Service
@@ -54,6 +55,9 @@ class Machine:
 
     def status(self) -> Mapping[str, object]:
         return {"peers": self.peers, "draining": self.draining}
+
+    def holdings(self) -> Holdings:
+        return Holdings()
 
     def gauges(self) -> Mapping[str, float]:
         return {"num_requests_running": float(len(self.peers))}

@@ -77,3 +77,16 @@ def test_the_lock_ends_with_the_last_descriptor_and_mapping_of_its_description(f
     assert locks.is_locked(file, 7)
     assert mapping.close()
     assert not locks.is_locked(file, 7)
+
+
+def test_every_holder_is_named(file: int) -> None:
+    """Whoever looks in from outside sees each incarnation that holds a byte, in order."""
+    others = [again(file) for _ in range(4)]
+    for other, incarnation in zip(others, (INCARNATION_MAX, 3, 2**40, 4), strict=True):
+        assert locks.lock(other, incarnation)
+    looking = again(file)
+    assert locks.holders(looking) == [3, 4, 2**40, INCARNATION_MAX]
+    for fd in others:
+        os.close(fd)
+    assert locks.holders(looking) == []
+    os.close(looking)

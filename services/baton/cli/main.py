@@ -144,6 +144,11 @@ def _add_serving(commands) -> None:  # type: ignore[no-untyped-def]
 def _add_asking(commands) -> None:  # type: ignore[no-untyped-def]
     status = _add(commands, "status", _status, "show processes, leases, blocks and queues")
     status.add_argument("--json", action="store_true", help="for machines")
+    audit = _add(commands, "audit", _audit, "compare ledger, processes and arenas", _AUDIT)
+    audit.add_argument("--json", action="store_true", help="for machines")
+    explain = _add(commands, "explain", _explain, "tell what happened to one request", _EXPLAIN)
+    explain.add_argument("request_id", help="the id of the answer, such as chatcmpl-...")
+    explain.add_argument("--json", action="store_true", help="for machines")
     chat = _add(commands, "chat", _chat, "talk to the running cluster", _CHAT)
     chat.add_argument("--system", metavar="TEXT", help="system message")
     chat.add_argument(
@@ -182,6 +187,14 @@ examples:
   baton up --mode colocated               the same work without separate prefill processes
   baton up --decode 2 --port 8001
 A cluster that already runs here is left alone, with its settings (exit code 0).
+"""
+_AUDIT = """\
+A discrepancy counts when it is seen again after its bound (docs/operations.md has both); the
+command takes as long as the bounds of what it has seen, no time to speak of when all is well.
+exit codes: 0 clean, 1 discrepancies, 2 something could not be looked at.
+"""
+_EXPLAIN = """\
+Reads the logs and the ledger's record; works after the cluster has ended, from the logs alone.
 """
 _CHAT = """\
 Ctrl-C cancels the answer, not the program. /reset forgets the conversation, /exit ends.
@@ -224,6 +237,18 @@ def _status(config: Config, options: argparse.Namespace) -> int:
     from baton.cli.status import status
 
     return status(config, as_json=options.json)
+
+
+def _audit(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.audit import audit
+
+    return audit(config, as_json=options.json)
+
+
+def _explain(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.explain import explain
+
+    return explain(config, options.request_id, as_json=options.json)
 
 
 def _chat(config: Config, options: argparse.Namespace) -> int:

@@ -121,7 +121,7 @@ class Handover:
         del self.condemned[incarnation]
         for key in self._still_writing(peer):
             if self.tickets[key].revoked:
-                self._release(key)
+                self._release(key, by="the kernel: its writer is dead")
             # Else it came back, got this ticket and died: its lost link ends the attempt.
         self.state.note("writer_dead", writer=str(peer))
 
@@ -278,6 +278,9 @@ class Handover:
             self._release(seq.key)
             return
         record.revoked = True
+        self.state.note(
+            "ticket_revoked", seq, writer=str(record.writer), quarantined=len(record.held)
+        )
         self.state.send(record.writer, TicketRevoked(seq.spec.request_id, seq.epoch))
 
     def stopped(self, peer: Peer, key: Key) -> Sequence | None:
@@ -301,9 +304,14 @@ class Handover:
             peer.incarnation in self.former for peer in linked
         )
 
-    def _release(self, key: Key) -> None:
+    def _release(self, key: Key, by: str = "its writer, who stopped") -> None:
         """The writer is done with it, or dead."""
-        self.state.pool.unhold(self.tickets.pop(key).held)
+        record = self.tickets.pop(key)
+        self.state.pool.unhold(record.held)
+        if record.revoked:
+            self.state.note(
+                "quarantine_over", request_id=key[0], epoch=key[1], blocks=len(record.held), by=by
+            )
 
     def check(self) -> None:
         """Assert that a ticket belongs to a sequence or is revoked, and that a sequence that

@@ -22,6 +22,7 @@ from baton.core.outcomes import Ending, Outcome, Reason
 from baton.decode.admission import Admission
 from baton.decode.departure import MOVABLE, Departure
 from baton.decode.handover import Handover
+from baton.decode.holdings import holdings_of
 from baton.decode.imports import Imports
 from baton.decode.io import (
     BlocksImported,
@@ -38,6 +39,7 @@ from baton.decode.takeover import TakenOver
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered
 from baton.ports.ledger import AdvanceRequest, EndRequest, Unavailable
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
+from baton.wire.holdings import Holdings
 from baton.wire.messages import (
     AnyMessage,
     ArenaMapped,
@@ -378,7 +380,9 @@ class DecodeMachine:
         if seq is None or seq.epoch > epoch:
             return
         if seq.stage is not Stage.FINISHED:
-            self.state.note("cancelled", seq, reason=reason, stage=seq.stage.value)
+            self.state.note(
+                "cancelled", seq, reason=reason, stage=seq.stage.value, blocks=len(seq.blocks)
+            )
         self._drop(seq)
 
     def _move(self, request_id: str, epoch: int) -> None:
@@ -575,3 +579,7 @@ class DecodeMachine:
             "step": self.scheduler.step,
             "preemptions": self.scheduler.preemptions,
         }
+
+    def holdings(self) -> Holdings:
+        """Return what ``baton audit`` compares."""
+        return holdings_of(self.state, self.handover)

@@ -58,6 +58,11 @@ class Endings:
         """Ends the ledger has not confirmed yet."""
         return len(self._waiting)
 
+    @property
+    def unconfirmed(self) -> tuple[str, ...]:
+        """The requests whose end the ledger has not confirmed yet."""
+        return tuple(self._waiting)
+
     def remember(self, request_id: str, outcome: Outcome, told: set[Peer]) -> None:
         """Remember who was told the end of ``request_id``."""
         self.recent[request_id] = Ended(outcome, told)

@@ -37,6 +37,7 @@ from baton.gateway.vocabulary import (
 from baton.ports.driving import Exit, LedgerAnswered, Note
 from baton.ports.ledger import EndRequest
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
+from baton.wire.holdings import HeldRequest, Holdings
 from baton.wire.messages import (
     FenceRequest,
     PoolStatus,
@@ -153,6 +154,24 @@ class GatewayMachine:
             "ends_unconfirmed": state.endings.waiting,
             "peers": [str(peer) for peer in sorted(state.links)],
         }
+
+    def holdings(self) -> Holdings:
+        """Return what ``baton audit`` compares."""
+        return Holdings(
+            requests=tuple(
+                HeldRequest(
+                    request_id=request_id,
+                    epoch=session.epoch,
+                    stage=session.phase.value,
+                    gateway=self.state.me,
+                    router=session.router,
+                    decode=session.decode,
+                    prefill=session.prefill,
+                )
+                for request_id, session in self.state.sessions.items()
+            ),
+            ends=self.state.endings.unconfirmed,
+        )
 
     def gauges(self) -> Mapping[str, float]:
         """Return the values of this machine's gauges."""

@@ -21,6 +21,7 @@ from baton.ports.ledger import AdvanceRequest
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.prefill.arenas import Arenas
 from baton.prefill.chunk_size import ChunkSize
+from baton.prefill.holdings import holdings_of
 from baton.prefill.io import (
     ArenaOpened,
     ChunkFinished,
@@ -31,6 +32,7 @@ from baton.prefill.io import (
     UnmapArena,
 )
 from baton.prefill.job import Job
+from baton.wire.holdings import Holdings
 from baton.wire.messages import (
     AnyMessage,
     ArenaMapped,
@@ -306,6 +308,14 @@ class PrefillMachine:
     ) -> None:
         sums = job.advance(row, result.checksums)
         request_id, epoch = job.key
+        self._note(
+            "chunk_stored",
+            job,
+            tokens=len(row.row.token_ids),
+            upto=job.computed,
+            blocks=len(sums),
+            chunk_ms=round(event.seconds * 1e3, 1),
+        )
         if job.remaining:
             if sums:
                 self._send(job.decode, ChunkAnnounced(request_id, epoch, sums))
@@ -530,3 +540,10 @@ class PrefillMachine:
             "peers": sorted(str(peer) for peer in self.peers),
             "step": self.step,
         }
+
+    def holdings(self) -> Holdings:
+        """Return what ``baton audit`` compares."""
+        # A stopped job whose chunk runs may have left ``jobs`` to a newer attempt already.
+        flying = [job for _, job in self.flying if self.jobs.get(job.spec.request_id) is not job]
+        jobs = [*self.jobs.values(), *flying]
+        return holdings_of(self.me, jobs, self.early, self.arenas.values())

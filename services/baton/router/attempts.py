@@ -187,6 +187,7 @@ class Attempts:
             entry.phase = Phase.PLACING
             entry.decode, entry.prefill = place.decode, place.prefill
             entry.ledger_since = now
+            self.state.note("chosen", entry, decode=str(place.decode), why=place.why)
             self.ask_again(entry)
 
     def _start_attempt(self, entry: Entry, now: float) -> None:

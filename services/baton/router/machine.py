@@ -25,6 +25,7 @@ from baton.router.moves import Moves
 from baton.router.placement import Placement, WorkerView
 from baton.router.state import State
 from baton.router.verdicts import Verdicts
+from baton.wire.holdings import HeldRequest, Holdings
 from baton.wire.messages import (
     AnyMessage,
     DecodeReserved,
@@ -293,3 +294,20 @@ class RouterMachine:
                 for view in self.state.placement.workers.values()
             },
         }
+
+    def holdings(self) -> Holdings:
+        """Return what ``baton audit`` compares."""
+        return Holdings(
+            requests=tuple(
+                HeldRequest(
+                    request_id=request_id,
+                    epoch=entry.epoch,
+                    stage=entry.phase.value,
+                    gateway=entry.spec.gateway,
+                    router=self.state.me,
+                    decode=entry.decode,
+                    prefill=entry.prefill,
+                )
+                for request_id, entry in self.state.entries.items()
+            )
+        )

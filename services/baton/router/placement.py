@@ -71,6 +71,8 @@ class Place:
     prefill: Peer | None
     reuse: bool = False
     """Decode has, or imports, what an earlier attempt computed."""
+    why: str = ""
+    """In words, for people."""
 
 
 class Placement:
@@ -120,15 +122,17 @@ class Placement:
                 near,
                 key=lambda v: (v.peer.worker_id != entry.source, self._cost(v, entry), v.peer),
             )
-            return Place(decode.peer, None, reuse=True)
+            why = f"the KV of the lost attempt is {'here' if decode.peer.worker_id == entry.source else 'in reach'}"
+            return Place(decode.peer, None, reuse=True, why=why)
         decode = min(decodes, key=lambda view: (self._cost(view, entry), view.peer))
         prefills = self._usable(Role.PREFILL, now)
         uncached = entry.tokens - self._cached(decode, entry) * AFFINITY_BLOCK_TOKENS
+        why = self._why(decode, entry, len(decodes))
         if not self._accepting(Role.PREFILL) or uncached <= self.local_prefill_max_tokens:
-            return Place(decode.peer, None)
+            return Place(decode.peer, None, why=why)
         paired = [view for view in prefills if view.peer in decode.status.writers]
         if not paired and (now - decode.since) * 1000 > self.limits.lease_ttl_ms:
-            return Place(decode.peer, None)  # none of them can write there, and none will soon
+            return Place(decode.peer, None, why=why)  # none of them can write there, nor soon
         ahead = self.limits.prefill_ahead_max
         free = [view for view in paired if view.status.waiting + view.placed < ahead]
         if not free:
@@ -136,7 +140,7 @@ class Placement:
         prefill = min(
             free, key=lambda view: (view.status.queued_tokens + view.placed_tokens, view.peer)
         )
-        return Place(decode.peer, prefill.peer)
+        return Place(decode.peer, prefill.peer, why=why)
 
     def could_move(self, entry: Entry, now: float) -> bool:
         """Whether another decode worker could import what its own has, and has room for it."""
@@ -196,6 +200,13 @@ class Placement:
                 break
             count += 1
         return count
+
+    def _why(self, view: WorkerView, entry: Entry, choices: int) -> str:
+        cached = self._cached(view, entry) * AFFINITY_BLOCK_TOKENS
+        return (
+            f"least cost {self._cost(view, entry):.2f} of {choices}: {view.free_blocks} blocks "
+            f"free, about {cached} tokens cached"
+        )
 
     def _cost(self, view: WorkerView, entry: Entry) -> float:
         """Load and memory in use, each 0..1, less the share of the prompt that is cached."""

@@ -58,10 +58,33 @@ def is_any_locked(fd: int) -> bool:
     return _held(fd, REPLACE_BYTE, 0)
 
 
+def holders(fd: int) -> list[int]:
+    """Return the incarnations whose byte another open description holds, in order."""
+    found: list[int] = []
+    ranges = [(REPLACE_BYTE + 1, INCARNATION_MAX + 1)]
+    while ranges:
+        first, end = ranges.pop()
+        if first >= end:
+            continue
+        byte = _first_held(fd, first, end - first)
+        if byte is None:
+            continue
+        # The kernel names one of the locks in a range, and not always the lowest.
+        found.append(byte)
+        ranges += [(first, byte), (byte + 1, end)]
+    return sorted(found)
+
+
 def _held(fd: int, byte: int, length: int) -> bool:
+    return _first_held(fd, byte, length) is not None
+
+
+def _first_held(fd: int, byte: int, length: int) -> int | None:
+    """Return the first byte of a lock in the range; ``None``: nobody holds any of it."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, byte, length))
     # The pid in the answer is -1 for such locks: the kernel does not know "the" process.
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+    kind, _, start, _, _ = _FLOCK.unpack(answer)
+    return None if kind == fcntl.F_UNLCK else max(int(start) - LOCK_BASE, byte)
 
 
 def _flock(kind: int, byte: int, length: int) -> bytes:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from baton.runtime.logs import FilteringBoundLogger
     from baton.runtime.metrics import Metrics
     from baton.runtime.settings import Config
+    from baton.wire.holdings import Holdings
 
 EX_OK = 0
 EX_BUG = 70
@@ -56,6 +57,10 @@ class ServiceMachine(Protocol):
 
     def status(self) -> Mapping[str, object]:
         """Return what ``baton status`` shows: JSON-ready, never prompts or ids."""
+        ...
+
+    def holdings(self) -> Holdings:
+        """Return everything held for requests, which ``baton audit`` compares."""
         ...
 
     def gauges(self) -> Mapping[str, float]:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import FrameType
 from typing import Any
 
+import msgspec
 import orjson
 
 from baton.core.events import DrainRequested
@@ -284,6 +285,8 @@ class Shell:
         if kind == "status":
             uptime_s = self._clock.now() - self._started_at
             return status_report(context, self._service, ready=self._ready, uptime_s=uptime_s)
+        if kind == "holdings":
+            return msgspec.json.encode(machine.holdings())
         return orjson.dumps({"error": f"unknown report {kind[:40]!r}"})
 
     # --- the end --------------------------------------------------------------------------------

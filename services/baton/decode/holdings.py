@@ -1,0 +1,38 @@
+"""What a decode worker holds, for `baton audit`."""
+
+from __future__ import annotations
+
+from baton.core.lifecycles import BlockState
+from baton.decode.handover import Handover
+from baton.decode.state import State
+from baton.wire.holdings import HeldBlock, HeldRequest, HeldTicket, Holdings
+
+
+def holdings_of(state: State, handover: Handover) -> Holdings:
+    """Return all of it, of this instant."""
+    return Holdings(
+        requests=tuple(
+            HeldRequest(
+                request_id=seq.spec.request_id,
+                epoch=seq.epoch,
+                stage=seq.stage.value,
+                gateway=seq.spec.gateway,
+                router=seq.router,
+                decode=state.me,
+                blocks=tuple(seq.blocks),
+            )
+            for seq in state.sequences.values()
+        ),
+        tickets=tuple(
+            HeldTicket(request_id, epoch, record.writer, record.held, record.revoked)
+            for (request_id, epoch), record in handover.tickets.items()
+        ),
+        blocks=tuple(
+            HeldBlock(number, block.state, block.generation, block.references, block.holds)
+            for number, block in enumerate(state.pool.blocks)
+            if block.state is not BlockState.FREE
+            and (block.state is not BlockState.CACHED or block.holds)
+        ),
+        pinned=tuple(number for seq in state.pinned for number in seq.blocks),
+        arenas=(state.arena,),
+    )
