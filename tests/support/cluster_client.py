@@ -16,6 +16,8 @@ class Answer:
     """One completion as its client saw it."""
 
     status: int = 0
+    id: str = ""
+    """The request's name in logs and ledger."""
     ids: list[int] = field(default_factory=list)
     text: str = ""
     finish: str | None = None
@@ -81,6 +83,7 @@ def _take(answer: Answer, line: bytes) -> None:
         answer.done = True
     elif line.startswith(b"data: "):
         event = json.loads(line[6:])
+        answer.id = event.get("id", answer.id)
         answer.error = event.get("error", answer.error)
         answer.usage = event.get("usage") or answer.usage
         for choice in event.get("choices", ()):

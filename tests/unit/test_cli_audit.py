@@ -94,7 +94,7 @@ def clean() -> Sample:
         dead_sockets=(),
         dead_locks=(),
         supervised=dict.fromkeys((peer.worker_id for peer in ROLES), 300.0),
-        pids=frozenset(member.pid for member in members.values()),
+        dead=frozenset(),
         strays=(),
         unseen=(),
     )
@@ -180,11 +180,12 @@ def _idle_session(sample: Sample) -> Sample:
 
 def _dead_lease(sample: Sample) -> Sample:
     ghost = Member(NOBODY, Role.DECODE, "ipc://x", pid=4242, boot_id="b")
-    return _ledger(
+    changed = _ledger(
         sample,
         members={**sample.ledger.members, NOBODY: ghost},
         leases={**sample.ledger.leases, NOBODY: 900},
     )
+    return replace(changed, dead=frozenset({NOBODY}))
 
 
 def _unregistered(sample: Sample) -> Sample:

@@ -361,11 +361,11 @@ def _sessions(view: _View) -> Iterator[Discrepancy]:
 def _leases(view: _View) -> Iterator[Discrepancy]:
     sample = view.sample
     for peer, left_ms in view.ledger.leases.items():
-        member = view.members.get(peer)
         if left_ms < 0:
             yield Discrepancy(Kind.LEASE_OF_THE_DEAD, f"{peer} overdue")
-        elif member is not None and member.pid not in sample.pids:
-            yield Discrepancy(Kind.LEASE_OF_THE_DEAD, f"{peer} pid {member.pid}", "no such process")
+        elif peer in sample.dead:
+            pid = view.members[peer].pid
+            yield Discrepancy(Kind.LEASE_OF_THE_DEAD, f"{peer} pid {pid}", "no such process")
     for peer in sorted(view.members.keys() ^ view.ledger.leases.keys()):
         has = "a lease only" if peer in view.ledger.leases else "an entry only"
         yield Discrepancy(Kind.MEMBER_WITHOUT_LEASE, f"{peer} has {has}")

@@ -27,6 +27,7 @@ from baton.core.lifecycles import BlockState
 from baton.ports.channel import BlockMark
 from baton.runtime.dirs import ledger_url
 from baton.runtime.settings import Config
+from baton.transport import host
 from baton.wire.holdings import Holdings
 
 _LISTENING = "00010000"
@@ -63,10 +64,10 @@ class Sample:
     """Lock files of sockets whose lock nobody holds."""
     supervised: Mapping[str, float]
     """Workers that run under supervisor, and for how many seconds."""
-    pids: frozenset[int]
-    """Processes of this cluster."""
+    dead: frozenset[Peer]
+    """Registered processes of this host that are not there."""
     strays: tuple[str, ...]
-    """Those among them that supervisor did not start, in words."""
+    """Processes of this cluster that supervisor did not start, in words."""
     unseen: tuple[str, ...]
     """What could not be looked at, in words."""
 
@@ -76,8 +77,13 @@ def take(run_dir: Path, found: ClusterRecord, config: Config) -> Sample:
     at = time.monotonic()
     unseen: list[str] = []
     ledger = _ledger(run_dir, config, unseen)
+    dead = frozenset(
+        peer
+        for peer, member in ledger.members.items()
+        if member.boot_id == host.boot_id() and processes.started(member.pid) is None
+    )
     # What a process says of itself is one instant of it; arenas are read right after.
-    holdings = _holdings(ledger, config, unseen)
+    holdings = _holdings(ledger, dead, config, unseen)
     arenas = _arenas(found, unseen)
     supervised, known = _supervised(run_dir, unseen)
     members = processes.members(run_dir)
@@ -89,7 +95,7 @@ def take(run_dir: Path, found: ClusterRecord, config: Config) -> Sample:
         dead_sockets=_dead_sockets(run_dir),
         dead_locks=_dead_locks(run_dir, unseen),
         supervised=supervised,
-        pids=frozenset(process.pid for process in members),
+        dead=dead,
         strays=tuple(
             processes.describe(process.pid)
             for process in members
@@ -109,8 +115,11 @@ def _ledger(run_dir: Path, config: Config, unseen: list[str]) -> LedgerPicture:
     return picture
 
 
-def _holdings(ledger: LedgerPicture, config: Config, unseen: list[str]) -> dict[Peer, Holdings]:
-    reports = ask(list(ledger.members.values()), "holdings", config.limits)
+def _holdings(
+    ledger: LedgerPicture, dead: frozenset[Peer], config: Config, unseen: list[str]
+) -> dict[Peer, Holdings]:
+    living = [member for peer, member in ledger.members.items() if peer not in dead]
+    reports = ask(living, "holdings", config.limits)
     found = {}
     for peer, report in reports.items():
         try:
@@ -167,7 +176,8 @@ def _dead_sockets(run_dir: Path) -> tuple[str, ...]:
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         fields = line.split(maxsplit=7)
         if len(fields) == 8 and fields[3] == _LISTENING:
-            listening.add(fields[7])
+            # Supervisor binds ``<path>.<pid>`` and renames it; the kernel keeps the first name.
+            listening |= {fields[7], fields[7].rpartition(".")[0]}
     return tuple(str(path) for path in sorted(run_dir.glob("*.sock")) if str(path) not in listening)
 
 
@@ -177,7 +187,7 @@ def _dead_locks(run_dir: Path, unseen: list[str]) -> tuple[str, ...]:
     try:
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
-            if "FLOCK" in fields:
+            if fields[1] == "FLOCK":  # "->" stands before one that waits
                 device, _, inode = fields[-3].rpartition(":")
                 held.add((device, int(inode)))
     except OSError as error:

@@ -122,7 +122,8 @@ class Placement:
                 near,
                 key=lambda v: (v.peer.worker_id != entry.source, self._cost(v, entry), v.peer),
             )
-            why = f"the KV of the lost attempt is {'here' if decode.peer.worker_id == entry.source else 'in reach'}"
+            where = "in its arena" if decode.peer.worker_id == entry.source else "in its reach"
+            why = f"what the lost attempt computed is {where}"
             return Place(decode.peer, None, reuse=True, why=why)
         decode = min(decodes, key=lambda view: (self._cost(view, entry), view.peer))
         prefills = self._usable(Role.PREFILL, now)

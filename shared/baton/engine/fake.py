@@ -190,6 +190,10 @@ class FakeEngine:
         for begin, end in itertools.pairwise(ordered):
             if begin == middle:
                 self._stops.at("P.mid_write", row.request_id)
+                if row.sample is not None:
+                    self._stops.at("P.last_chunk", row.request_id)
+                elif row.start == 0:
+                    self._stops.at("P.first_chunk", row.request_id)
             if begin and (row.start + begin) % size == 0 and self.knobs.write_ms:
                 self._sleep(self.knobs.write_ms / 1000)
             self._write(row, words, begin, end)

@@ -8,8 +8,9 @@ holding one word and, optionally, the request id it is meant for:
 - ``raise``: :class:`StopPointHit`;
 - ``exit``: ``os._exit(70)``.
 
-A trigger fires once: reaching the point renames it to ``<point>.reached``, atomically, which is
-also how a test sees that the point was reached. No folder, no cost: production never sets one.
+A trigger fires once: reaching the point renames it to ``<point>.reached``, atomically, and then
+writes into it who reached it: ``pid request_id``. That is how a test sees that the point was
+reached, and by whom. No folder, no cost: production never sets one.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ class FileStopPoints:
             trigger.rename(reached)
         except FileNotFoundError:
             return  # another thread or process took it
+        # Whole or not at all, and nothing if the test has taken the mark away already.
+        told = self._folder / f".{point}.{os.getpid()}"
+        told.write_text(f"{os.getpid()} {request_id}")
+        if reached.exists():
+            told.replace(reached)
         self._act(action, point, reached)
 
     def _act(self, action: str, point: str, reached: Path) -> None:
