@@ -147,7 +147,7 @@ def test_stop_points_come_in_order() -> None:
     sequel, _ = request(made(stops=stops))
     sequel.prefill()
     sequel.decode(3)
-    points = ["P.before_write", "P.mid_write", "P.after_write"]
+    points = ["P.before_write", "P.mid_write", "P.last_chunk", "P.after_write"]
     points += ["D.before_first_step", "D.step:1", "D.step:2"]
     assert stops.points == [(point, "request") for point in points]
 
