@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from baton.core.lifecycles import BlockState
 from baton.decode.handover import Handover
+from baton.decode.imports import Imports
 from baton.decode.state import State
 from baton.wire.holdings import HeldBlock, HeldRequest, HeldTicket, Holdings
 
 
-def holdings_of(state: State, handover: Handover) -> Holdings:
+def holdings_of(state: State, handover: Handover, imports: Imports) -> Holdings:
     """Return all of it, of this instant."""
+    dropped = [*state.pinned, *imports.dropped()]
     return Holdings(
         requests=tuple(
             HeldRequest(
@@ -33,6 +35,6 @@ def holdings_of(state: State, handover: Handover) -> Holdings:
             if block.state is not BlockState.FREE
             and (block.state is not BlockState.CACHED or block.holds)
         ),
-        pinned=tuple(number for seq in state.pinned for number in seq.blocks),
+        pinned=tuple(number for seq in dropped for number in seq.blocks),
         arenas=(state.arena,),
     )

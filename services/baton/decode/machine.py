@@ -582,4 +582,4 @@ class DecodeMachine:
 
     def holdings(self) -> Holdings:
         """Return what ``baton audit`` compares."""
-        return holdings_of(self.state, self.handover)
+        return holdings_of(self.state, self.handover, self.imports)

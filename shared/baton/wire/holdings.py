@@ -58,7 +58,7 @@ class Holdings(msgspec.Struct, frozen=True, omit_defaults=True):
     blocks: tuple[HeldBlock, ...] = ()
     """All but those that are FREE, or CACHED without a hold."""
     pinned: tuple[int, ...] = ()
-    """Blocks of sequences that were dropped while their step ran; one entry a reference."""
+    """Blocks of sequences dropped while a step or an import used them; one entry a reference."""
     early: tuple[HeldTicket, ...] = ()
     """Of prefill: tickets whose assignment has not come."""
     arenas: tuple[ArenaRef, ...] = ()
