@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from baton.core.ids import Peer
@@ -12,6 +13,8 @@ from baton.core.outcomes import Ending, Outcome
 from baton.ports.ledger import (
     AcquireLease,
     AdmitRequest,
+    Adopted,
+    AdoptRequest,
     AdvanceRequest,
     AnyOp,
     Conflict,
@@ -31,6 +34,7 @@ from support.ledger_bench import (
     DECODE,
     DECODE_2,
     GATEWAY,
+    GATEWAY_2,
     LIMITS,
     PREFILL,
     PREFILL_2,
@@ -53,6 +57,8 @@ PREFILLING = AdvanceRequest("r1", 1, S.PREFILLING, PREFILL)
 COMMITTED = AdvanceRequest("r1", 1, S.COMMITTED, DECODE)
 DECODING = AdvanceRequest("r1", 1, S.DECODING, DECODE)
 RETRY = RetryRequest("r1", 1, ROUTER)
+ADOPT = AdoptRequest(spec(), ROUTER_2, 2, 1)
+MOVED = msgspec.structs.replace(spec(), gateway=GATEWAY_2)
 END = EndRequest("r1", 1, COMPLETED, GATEWAY)
 
 #: How each live state is reached at epoch 1.
@@ -315,14 +321,88 @@ def test_a_retry_starts_the_next_epoch(bench: LedgerBench, source: RequestState)
     for op in WAYS[source]:
         bench.ask(op)
     attempts = 0 if source is S.ADMITTED else 1
-    retry = RetryRequest("r1", 1, ROUTER_2)
-    assert bench.ask(retry) == Done(2, S.ADMITTED, attempts)
-    place = PlaceRequest("r1", 2, ROUTER_2, DECODE, PREFILL_2)
+    assert bench.ask(RetryRequest("r1", 1, ROUTER_2)) == Conflict(1, source)
+    assert bench.ask(RETRY) == Done(2, S.ADMITTED, attempts)
+    place = PlaceRequest("r1", 2, ROUTER, DECODE, PREFILL_2)
     assert bench.ask(place) == Done(2, S.PLACED, attempts + 1)
-    assert bench.ask(retry) == Done(2, S.ADMITTED, attempts)
-    assert bench.ask(RetryRequest("r1", 1, ROUTER)) == Conflict(2, S.PLACED)
-    assert bench.ask(RetryRequest("r1", 2, ROUTER_2)) == Done(3, S.ADMITTED, attempts + 1)
-    assert bench.ask(retry) == Conflict(3, S.ADMITTED)
+    assert bench.ask(RETRY) == Done(2, S.ADMITTED, attempts)
+    assert bench.ask(RetryRequest("r1", 1, ROUTER_2)) == Conflict(2, S.PLACED)
+    assert bench.ask(RetryRequest("r1", 2, ROUTER)) == Done(3, S.ADMITTED, attempts + 1)
+    assert bench.ask(RETRY) == Conflict(3, S.ADMITTED)
+
+
+@pytest.mark.parametrize("source", WAYS, ids=str)
+def test_an_adoption_changes_the_router_and_nothing_else(
+    bench: LedgerBench, source: RequestState
+) -> None:
+    """In any live state: the answer is what the record says, repeated the same; the former router
+    may make no transition any more, the new one all, workers and gateway as before."""
+    for op in WAYS[source]:
+        bench.ask(op)
+    placed = source is not S.ADMITTED
+    decode, prefill = (DECODE, PREFILL) if placed else (None, None)
+    adopted = Adopted(1, source, int(placed), 0, decode, prefill)
+    assert bench.ask(ADOPT) == adopted
+    assert bench.ask(ADOPT) == adopted
+    for stale in (RETRY, EndRequest("r1", 1, CANCELLED, ROUTER), ADMIT):
+        assert bench.ask(stale) == Conflict(1, source)
+    if source is S.PLACED:
+        assert bench.ask(PREFILLING) == Done(1, S.PREFILLING, 1)
+    retry = RetryRequest("r1", 1, ROUTER_2, failures=2)
+    assert bench.ask(retry) == Done(2, S.ADMITTED, int(placed))
+    again = AdoptRequest(spec(), ROUTER, 3, 1)
+    assert bench.ask(again) == Adopted(2, S.ADMITTED, int(placed), 2, None, None)
+    assert bench.ask(EndRequest("r1", 2, CANCELLED, GATEWAY)) == Done(2, S.CANCELLED, int(placed))
+
+
+def test_routers_that_fight_are_ordered_by_their_turn(bench: LedgerBench) -> None:
+    """Whoever comes with a lower turn than the record has seen is superseded, however late he
+    comes; so is another router with the same turn, and an admission."""
+    bench.ask(ADMIT)
+    third = Peer("router-2", 13)
+    assert isinstance(bench.ask(AdoptRequest(spec(), third, 3, 1)), Adopted)
+    for turn, router in ((1, ROUTER), (2, ROUTER_2), (3, ROUTER_2)):
+        assert bench.ask(AdoptRequest(spec(), router, turn, 1)) == Conflict(1, S.ADMITTED)
+        assert bench.ask(PlaceRequest("r1", 1, router, DECODE, None)) == Conflict(1, S.ADMITTED)
+    assert bench.ask(PlaceRequest("r1", 1, third, DECODE, None)) == Done(1, S.PLACED, 1)
+    assert isinstance(bench.ask(AdoptRequest(spec(), ROUTER, 4, 1)), Adopted)
+
+
+def test_a_lost_record_is_made_again_as_it_was_known(bench: LedgerBench) -> None:
+    """An emptied ledger: the record has the epoch that its gateway knows, placed if it was, and
+    goes on from there; a late admission does not begin it anew."""
+    adopt = AdoptRequest(spec(), ROUTER_2, 2, 4, DECODE, PREFILL)
+    adopted = Adopted(4, S.PLACED, 1, 0, DECODE, PREFILL)
+    assert bench.ask(adopt) == adopted
+    assert bench.ask(adopt) == adopted
+    assert bench.ask(ADMIT) == Conflict(4, S.PLACED)
+    assert bench.ask(AdvanceRequest("r1", 4, S.DECODING, DECODE)) == Done(4, S.DECODING, 1)
+    assert bench.ask(AdoptRequest(spec("r2"), ROUTER, 1, 2)) == Adopted(
+        2, S.ADMITTED, 0, 0, None, None
+    )
+    assert bench.ask(PlaceRequest("r2", 2, ROUTER, DECODE, None)) == Done(2, S.PLACED, 1)
+
+
+def test_a_record_that_went_back_is_raised_to_what_is_known(bench: LedgerBench) -> None:
+    """A failover lost writes: the epoch never goes back, and answers of the lower one are gone."""
+    for op in WAYS[S.DECODING]:
+        bench.ask(op)
+    adopt = AdoptRequest(spec(), ROUTER, 1, 3)
+    assert bench.ask(adopt) == Adopted(3, S.ADMITTED, 1, 0, None, None)
+    assert bench.ask(PLACE) == Conflict(3, S.ADMITTED)
+    assert bench.ask(PlaceRequest("r1", 3, ROUTER, DECODE, PREFILL)) == Done(3, S.PLACED, 2)
+    assert bench.ask(AdoptRequest(spec(), ROUTER, 1, 2, DECODE_2)) == Adopted(
+        3, S.PLACED, 2, 0, DECODE, PREFILL
+    )
+
+
+def test_only_owners_end_a_request(bench: LedgerBench) -> None:
+    """Gateway, router and the epoch's workers may; strangers and former owners may not."""
+    for op in WAYS[S.PLACED]:
+        bench.ask(op)
+    for stranger in (ROUTER_2, GATEWAY_2, DECODE_2, PREFILL_2, Peer(ROUTER.worker_id, 1)):
+        assert bench.ask(EndRequest("r1", 1, CANCELLED, stranger)) == Conflict(1, S.PLACED)
+    assert bench.ask(EndRequest("r1", 1, CANCELLED, DECODE)) == Done(1, S.CANCELLED, 1)
 
 
 def test_another_epoch_changes_nothing(bench: LedgerBench) -> None:
@@ -352,6 +432,7 @@ def test_a_terminal_record_never_changes(bench: LedgerBench, outcome: Outcome) -
     other = Outcome(Ending.FAILED, message="too late")
     for op in (
         ADMIT,
+        ADOPT,
         PLACE,
         DECODING,
         RETRY,
@@ -385,7 +466,7 @@ def test_a_request_that_nobody_ends_goes_after_its_deadline(bench: LedgerBench) 
 
 def test_the_index_of_owners_follows_the_record(bench: LedgerBench) -> None:
     """Each peer's index holds exactly its live requests."""
-    everybody = (ROUTER, ROUTER_2, GATEWAY, DECODE, DECODE_2, PREFILL)
+    everybody = (ROUTER, ROUTER_2, GATEWAY, GATEWAY_2, DECODE, DECODE_2, PREFILL)
 
     def owners() -> set[Peer]:
         return {peer for peer in everybody if bench.owned(peer)}
@@ -393,12 +474,16 @@ def test_the_index_of_owners_follows_the_record(bench: LedgerBench) -> None:
     steps: list[tuple[AnyOp, set[Peer]]] = [
         (ADMIT, {ROUTER, GATEWAY}),
         (PLACE, {ROUTER, GATEWAY, DECODE, PREFILL}),
+        (ADOPT, {ROUTER_2, GATEWAY, DECODE, PREFILL}),
         (RetryRequest("r1", 1, ROUTER_2), {ROUTER_2, GATEWAY}),
         (PlaceRequest("r1", 2, ROUTER_2, DECODE_2, None), {ROUTER_2, GATEWAY, DECODE_2}),
-        (EndRequest("r1", 2, CANCELLED, GATEWAY), set()),
+        (AdoptRequest(MOVED, ROUTER, 3, 1), {ROUTER, GATEWAY_2, DECODE_2}),
+        (AdoptRequest(MOVED, ROUTER, 3, 5, DECODE, PREFILL), {ROUTER, GATEWAY_2, DECODE, PREFILL}),
+        (EndRequest("r1", 5, CANCELLED, GATEWAY_2), set()),
+        (AdoptRequest(spec("r2"), ROUTER, 2, 3, DECODE), {ROUTER, GATEWAY, DECODE}),
     ]
     for op, wanted in steps:
-        assert isinstance(bench.ask(op), Done)
+        assert isinstance(bench.ask(op), Done | Adopted)
         assert owners() == wanted
 
 

@@ -17,6 +17,7 @@ from baton.core.outcomes import Ending, Outcome
 from baton.ports.ledger import (
     AcquireLease,
     AdmitRequest,
+    AdoptRequest,
     AdvanceRequest,
     AnyOp,
     EndRequest,
@@ -62,8 +63,17 @@ REQUEST_OPS = st.one_of(
     st.builds(AdmitRequest, st.builds(spec, IDS), ROUTERS),
     st.builds(PlaceRequest, IDS, EPOCHS, ROUTERS, DECODES, st.sampled_from([None, PREFILL])),
     st.builds(AdvanceRequest, IDS, EPOCHS, st.sampled_from(RequestState), WORKERS),
-    st.builds(RetryRequest, IDS, EPOCHS, ROUTERS),
-    st.builds(EndRequest, IDS, EPOCHS, OUTCOMES, st.sampled_from([GATEWAY, DECODE])),
+    st.builds(
+        AdoptRequest,
+        st.builds(spec, IDS),
+        ROUTERS,
+        st.integers(1, 4),
+        EPOCHS,
+        st.sampled_from([None, DECODE, DECODE_2]),
+        st.sampled_from([None, PREFILL]),
+    ),
+    st.builds(RetryRequest, IDS, EPOCHS, ROUTERS, st.integers(0, 2)),
+    st.builds(EndRequest, IDS, EPOCHS, OUTCOMES, st.sampled_from([GATEWAY, DECODE, ROUTER])),
 )
 LEASE_OPS = st.one_of(
     st.builds(AcquireLease, st.builds(member, INCARNATIONS), st.just(TTL)),

@@ -35,6 +35,10 @@ class Answer:
     gateway_died: bool = False
     submitted_at: float = 0.0
     ended_at: float = 0.0
+    last_at: float = 0.0
+    """When the last ids came."""
+    longest_gap_s: float = 0.0
+    """Between two deliveries."""
 
 
 class SoloEngine(FakeEngine):
@@ -113,6 +117,10 @@ class Clients:
         assert answer.outcome is None, f"{command.request_id}: something after its end"
         if isinstance(command, Deliver):
             assert command.index == len(answer.ids), f"{command.request_id}: gap or duplicate"
+            now = self.cluster.clock.now()
+            if answer.ids:
+                answer.longest_gap_s = max(answer.longest_gap_s, now - answer.last_at)
+            answer.last_at = now
             answer.ids.extend(command.ids)
         else:
             answer.outcome = command.outcome

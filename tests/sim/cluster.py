@@ -51,6 +51,8 @@ class Scenario:
     cancels: int = 0
     ledger_faults: int = 0
     gateway_kills: int = 0
+    router_kills: int = 0
+    router_freezes: int = 0
     flips: int = 0
     """Bits inverted between the storing of a chunk and its verification."""
     rots: int = 0
@@ -226,11 +228,14 @@ class Cluster:
         for _ in range(scenario.kills):
             victim = clock.random.choice(workers)
             clock.call_later(clock.random.uniform(0, scenario.spread_s), victim.kill)
+        routers = [p for p in workers if p.role is Role.ROUTER]
+        for _ in range(scenario.router_kills):
+            victim = clock.random.choice(routers)
+            clock.call_later(clock.random.uniform(0, scenario.spread_s), victim.kill)
         for _ in range(scenario.freezes):
-            victim = clock.random.choice(workers)
-            at = clock.random.uniform(0, scenario.spread_s)
-            clock.call_later(at, victim.freeze)
-            clock.call_later(at + clock.random.choice((0.3, 1.0, 3.0)), victim.thaw)
+            self._freeze(clock.random.choice(workers))
+        for _ in range(scenario.router_freezes):
+            self._freeze(clock.random.choice(routers))
         decodes = [p for p in workers if p.role is Role.DECODE]
         for _ in range(scenario.drains):
             victim = clock.random.choice(decodes)
@@ -241,6 +246,11 @@ class Cluster:
             self._disturb_ledger(clock.random.uniform(0, scenario.spread_s))
         for _ in range(scenario.gateway_kills):
             clock.call_later(clock.random.uniform(0, scenario.spread_s), self._kill_gateway)
+
+    def _freeze(self, victim: Process) -> None:
+        at = self.clock.random.uniform(0, self.scenario.spread_s)
+        self.clock.call_later(at, victim.freeze)
+        self.clock.call_later(at + self.clock.random.choice((0.3, 1.0, 3.0)), victim.thaw)
 
     def _ask(self) -> None:
         gateway = self.processes["gateway-0"]
@@ -276,7 +286,7 @@ class Cluster:
 
     def _disturb_ledger(self, at: float) -> None:
         clock, ledger = self.clock, self.ledger
-        kind = clock.random.choice(("down", "freeze", "lose"))
+        kind = clock.random.choice(("down", "freeze", "lose", "wipe"))
         seconds = clock.random.choice((0.5, 1.5, 4.0))
         if kind == "down":
             clock.call_later(at, ledger.go_down)
@@ -284,6 +294,8 @@ class Cluster:
         elif kind == "freeze":
             clock.call_later(at, ledger.freeze)
             clock.call_later(at + seconds, ledger.thaw)
+        elif kind == "wipe":
+            clock.call_later(at, ledger.wipe)
         else:
             clock.call_later(at, lambda: ledger.lose_replies(5))
 

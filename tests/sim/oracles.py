@@ -1,8 +1,10 @@
 """What must hold between two events, told by looking from outside: no machine is asked.
 
 An effect of a lower epoch is a change of what a machine holds for a request by a message with an
-epoch below its own. A store without permission is one that begins although the owner's records do
-not say FILLING for this very writer, epoch and generation.
+epoch below its own; an effect of a lower turn is one by a router that lost the request to another,
+told on a worker by the message's turn, on the gateway by who sends it. A store without permission
+is one that begins although the owner's records do not say FILLING for this very writer, epoch and
+generation.
 """
 
 from __future__ import annotations
@@ -32,16 +34,25 @@ def held(role: Role, machine: Any, event: object) -> Held:
         (each.request_id, _state(role, machine, each.request_id))
         for each in says
         if hasattr(each, "request_id")
-        and hasattr(each, "epoch")
-        and each.epoch < _epoch(role, machine, each.request_id)
+        and _is_old(role, _holder(role, machine, each.request_id), each, event.peer)
     ]
+
+
+def _is_old(role: Role, holder: Any, said: Any, sender: Peer) -> bool:
+    if holder is None:
+        return False
+    if hasattr(said, "epoch") and said.epoch < holder.epoch:
+        return True
+    if role is Role.GATEWAY:
+        return sender.worker_id.startswith("router") and sender != holder.router
+    return hasattr(said, "turn") and said.turn < holder.turn
 
 
 def unchanged(role: Role, machine: Any, event: object, before: Held) -> None:
     """Assert that the old news of ``event`` changed nothing."""
     for request_id, state in before:
         now = _state(role, machine, request_id)
-        assert now == state, f"{request_id}: effect of a lower epoch, by {event}"
+        assert now == state, f"{request_id}: effect of a lower epoch or turn, by {event}"
 
 
 def may_store(cluster: Cluster, writer: Peer, rows: Sequence[ChunkRow]) -> None:
@@ -67,15 +78,10 @@ def _holder(role: Role, machine: Any, request_id: str) -> Any:
     return holders.get(request_id)
 
 
-def _epoch(role: Role, machine: Any, request_id: str) -> int:
-    holder = _holder(role, machine, request_id)
-    return 0 if holder is None else int(holder.epoch)
-
-
 def _state(role: Role, machine: Any, request_id: str) -> object:
     holder = _holder(role, machine, request_id)
     if holder is None:
         return None
     if role is Role.DECODE:
-        return id(holder), holder.stage, holder.length
-    return id(holder), len(holder.ids)
+        return id(holder), holder.stage, holder.length, holder.router
+    return id(holder), holder.epoch, len(holder.ids), holder.router

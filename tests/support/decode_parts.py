@@ -38,7 +38,7 @@ from baton.wire.messages import (
 )
 from support.machine_playbook import Like, Playbook, request, sent
 
-ME, R = Peer("decode-0", 1), Peer("router-0", 2)
+ME, R, R1 = Peer("decode-0", 1), Peer("router-0", 2), Peer("router-1", 6)
 G, P, Q = Peer("gateway-0", 3), Peer("prefill-0", 4), Peer("prefill-1", 5)
 SIZE = 4
 ARENA = ArenaRef(path="/a", device=1, inode=1, file_id="f", owner=ME)

@@ -31,7 +31,7 @@ TTL = LIMITS.lease_ttl_ms
 WAIT_S = 10.0
 
 ROUTER, ROUTER_2 = Peer("router-0", 11), Peer("router-1", 12)
-GATEWAY = Peer("gateway-0", 21)
+GATEWAY, GATEWAY_2 = Peer("gateway-0", 21), Peer("gateway-1", 22)
 PREFILL, PREFILL_2 = Peer("prefill-0", 31), Peer("prefill-1", 32)
 DECODE, DECODE_2 = Peer("decode-0", 2**61 + 1), Peer("decode-1", 2**61 + 3)
 COMPLETED = Outcome(Ending.COMPLETED, FinishReason.STOP, completion_tokens=3)

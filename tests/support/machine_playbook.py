@@ -95,9 +95,9 @@ class Playbook:
         member = Member(peer=peer, role=role, endpoint="", pid=1, boot_id=host)
         self.feed(PeerUp(member), *expected)
 
-    def lose(self, peer: Peer, *expected: object, gone: bool = False) -> None:
+    def lose(self, peer: Peer, *expected: object, gone: bool = False, lives: bool = False) -> None:
         """End the link to ``peer``; see :meth:`feed`."""
-        self.feed(PeerLost(peer, "silent", gone), *expected)
+        self.feed(PeerLost(peer, "silent", gone, lives), *expected)
 
     def wait(self, seconds: float) -> list[Any]:
         """Let time pass; wake the machine exactly when it asked for it. Return what it said,

@@ -36,11 +36,11 @@ from baton.wire.messages import (
     PrefillCommitted,
     PrefillFailed,
     RequestEnded,
-    RequestFailed,
     Ticket,
     TicketRevoked,
     TokenChunk,
     TokensWanted,
+    WorkAdopted,
     WorkerStatus,
     WorkFailed,
     WorkRefused,
@@ -51,6 +51,7 @@ from support.decode_parts import (
     ARENA,
     CANCELLED,
     EOS,
+    R1,
     SIZE,
     STEP,
     Decode,
@@ -868,13 +869,46 @@ def test_a_gateway_out_of_reach_makes_the_attempt_fail() -> None:
     play.local(spec(), epoch=2)
 
 
-def test_a_failure_without_a_router_is_told_to_the_gateway() -> None:
-    """A router that is lost cannot place it again, and silence would be the worst answer."""
+def test_a_failure_without_a_router_is_told_to_the_one_that_adopts() -> None:
+    """Nobody is there to place it again; whoever comes asks for the attempt and hears the end."""
     play = Decode()
     play.remote(spec())
     play.lose(R, gone=True)
-    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.WORKER_LOST)
-    play.lose(P, sent(G, RequestFailed, request_id="r", epoch=1, outcome=outcome), gone=True)
+    play.lose(P, gone=True)
+    play.up(R1, Role.ROUTER)
+    unknown = sent(R1, WorkFailed, request_id="r", epoch=1, reason=Reason.UNKNOWN_ATTEMPT)
+    play.hear(R1, WorkAdopted("r", 1, 2), unknown)
+
+
+def test_an_adopted_attempt_runs_on_and_reports_to_its_new_router() -> None:
+    """Nothing of it changes; only the new router may cancel it from then on."""
+    play = Decode()
+    play.local(spec())
+    play.up(R1, Role.ROUTER)
+    play.hear(R1, WorkAdopted("r", 1, 2), sent(R1, DecodeReserved, request_id="r", epoch=1))
+    play.hear(R, CancelWork("r", 1, Reason.SUPERSEDED, 1))
+    play.hear(R, WorkAdopted("r", 1, 1))
+    play.stepped((50,), ADVANCED, STEP, sent(G, TokenChunk))
+    failed = sent(R1, WorkFailed, request_id="r", reason=Reason.WORKER_LOST)
+    play.lose(G, failed)
+
+
+def test_a_router_of_a_higher_turn_may_cancel_before_it_has_said_that_it_adopts() -> None:
+    """Its cancel is newer than whatever this worker heard."""
+    play = Decode()
+    play.local(spec())
+    play.up(R1, Role.ROUTER)
+    play.hear(R1, CancelWork("r", 1, Reason.SUPERSEDED, 2))
+    assert not play.machine.state.sequences
+    play.stepped((50,))
+
+
+def test_an_attempt_of_a_later_epoch_is_not_adopted_by_an_older_word() -> None:
+    """The asking router is behind: it hears of that from the ledger."""
+    play = Decode()
+    play.local(spec(), epoch=3)
+    play.hear(R1, WorkAdopted("r", 2, 5))
+    assert play.machine.state.sequences["r"].router == R
 
 
 def test_a_message_that_fits_nothing_is_counted_and_dropped() -> None:

@@ -343,11 +343,11 @@ def test_failure_of_an_old_epoch_is_ignored() -> None:
     assert not talk.ends
 
 
-def test_only_who_works_on_a_request_may_give_it_up() -> None:
-    """RequestFailed counts from the session's router and decode; from anybody else it is stale."""
+def test_only_the_router_of_a_request_may_give_it_up() -> None:
+    """RequestFailed counts from the session's router alone; from anybody else it is stale."""
     outcome = Outcome(Ending.FAILED, reason=Reason.WORKER_LOST)
     failed = RequestFailed(request_id="r", epoch=1, outcome=outcome)
-    for peer, ends in ((R1, 0), (D1, 0), (P0, 0), (R0, 1), (D0, 1)):
+    for peer, ends in ((R1, 0), (D1, 0), (P0, 0), (R0, 1), (D0, 0)):
         talk = Talk((R0, P0, D0, D1))
         talk.submit()
         talk.place()

@@ -12,6 +12,8 @@ from baton.ledger.scripts import ReplyBroken, Scribe, load_scripts, read_reply
 from baton.ports.ledger import (
     AcquireLease,
     AdmitRequest,
+    Adopted,
+    AdoptRequest,
     AdvanceRequest,
     AnyOp,
     ClaimResumable,
@@ -35,6 +37,7 @@ OPS: list[AnyOp] = [
     RenewLease(DECODE, 2_000),
     ReleaseLease(DECODE),
     AdmitRequest(spec(), ROUTER),
+    AdoptRequest(spec(), ROUTER, 2, 3, DECODE, PREFILL),
     PlaceRequest("r1", 1, ROUTER, DECODE, PREFILL),
     AdvanceRequest("r1", 1, S.DECODING, DECODE),
     RetryRequest("r1", 1, ROUTER),
@@ -98,6 +101,10 @@ def test_a_pool_that_would_break_the_hash_tag_is_refused(pool: str) -> None:
     ("reply", "wanted"),
     [
         ([b"done", 3, b"placed", 2], Done(3, S.PLACED, 2)),
+        (
+            [b"adopted", 3, b"placed", 2, 1, b"decode-0/7", b""],
+            Adopted(3, S.PLACED, 2, 1, Peer("decode-0", 7), None),
+        ),
         ([b"conflict"], Conflict(0, None)),
         ([b"conflict", 3, b"decoding", b""], Conflict(3, S.DECODING)),
         ([b"lost", b"abc"], LeaseLost("abc")),

@@ -8,12 +8,13 @@ import pytest
 
 from baton.core.events import DrainRequested, LeaseChanged
 from baton.core.ids import Peer, Role
-from baton.core.lifecycles import LeaseState, RequestState
-from baton.core.limits import Limits
-from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
+from baton.core.lifecycles import LeaseState
+from baton.core.outcomes import Ending, Outcome, Reason
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Send
 from baton.ports.ledger import (
     AdmitRequest,
+    Adopted,
+    AdoptRequest,
     Conflict,
     Done,
     EndRequest,
@@ -21,7 +22,6 @@ from baton.ports.ledger import (
     RetryRequest,
     Unavailable,
 )
-from baton.router.machine import RouterMachine
 from baton.wire.messages import (
     AssignPrefill,
     CancelWork,
@@ -34,127 +34,27 @@ from baton.wire.messages import (
     RequestFenced,
     RequestPlaced,
     RequestRefused,
-    RequestSpec,
     ReserveDecode,
-    SubmitRequest,
     WorkerStatus,
-    WorkFailed,
     WorkRefused,
 )
-from support.machine_playbook import Like, Playbook, ids, request, sent
-
-ME, G = Peer("router-0", 1), Peer("gateway-0", 2)
-P, P1 = Peer("prefill-0", 3), Peer("prefill-1", 4)
-D, D1 = Peer("decode-0", 5), Peer("decode-1", 6)
-D_AGAIN = Peer("decode-0", 7)
-ROLES = {
-    **{G: Role.GATEWAY, P: Role.PREFILL, P1: Role.PREFILL},
-    **{D: Role.DECODE, D1: Role.DECODE, D_AGAIN: Role.DECODE},
-}
-SIZE = 16
-R = RequestState
-
-
-def call(kind: type, **values: object) -> Like:
-    return Like(CallLedger, op=Like(kind, **values))
-
-
-class Router(Playbook):
-    """A router with the given workers linked and ready."""
-
-    def __init__(
-        self, workers: tuple[Peer, ...] = (P, D), *, blocks: int = 64, **limits: Any
-    ) -> None:
-        super().__init__(RouterMachine(ME, Limits(**limits)))
-        self.feed(LeaseChanged(LeaseState.HELD))
-        self.up(G, Role.GATEWAY)
-        for worker in workers:
-            self.ready(worker, blocks=blocks)
-
-    def ready(
-        self,
-        worker: Peer,
-        *expected: object,
-        blocks: int = 64,
-        free: int | None = None,
-        host: str = "b",
-        **f: Any,
-    ) -> None:
-        """Link a worker and let it say what it has."""
-        if worker not in self.machine.state.placement.workers:
-            self.up(worker, ROLES[worker], host=host)
-        status: dict[str, Any] = {"accepting": True, "block_size": SIZE, **f}
-        if ROLES[worker] is Role.DECODE:
-            status |= {"blocks_total": blocks, "blocks_free": blocks if free is None else free}
-            status = {"writers": (P, P1), **status}
-        self.hear(worker, WorkerStatus(**status), *expected)
-
-    def submit(self, spec: RequestSpec, *expected: object) -> None:
-        self.hear(G, SubmitRequest(spec), *expected)
-
-    def answered(self, reply: Any, *expected: object) -> None:
-        """The ledger answers the last call."""
-        self.feed(LedgerAnswered(self.last(CallLedger).op, reply), *expected)
-
-    def admit(self, spec: RequestSpec, *expected: object) -> None:
-        """Submit, and let the ledger admit."""
-        self.submit(spec, call(AdmitRequest))
-        self.answered(Done(1, R.ADMITTED), *expected)
-
-    def place(
-        self,
-        spec: RequestSpec,
-        decode: Peer = D,
-        prefill: Peer | None = P,
-    ) -> None:
-        """Submit and place at epoch 1."""
-        self.admit(spec, call(PlaceRequest, decode=decode, prefill=prefill))
-        self.counted(spec.request_id, decode, prefill)
-
-    def counted(
-        self,
-        request_id: str,
-        decode: Peer = D,
-        prefill: Peer | None = P,
-        *,
-        epoch: int = 1,
-        source: str = "",
-    ) -> None:
-        """The ledger has counted the attempt: everybody is told."""
-        values = {"epoch": epoch}
-        reserve = sent(decode, ReserveDecode, prefill=prefill, source=source, **values)
-        told: list[Like] = [reserve]
-        if prefill is not None:
-            told.append(sent(prefill, AssignPrefill, decode=decode, **values))
-        placed = sent(G, RequestPlaced, request_id=request_id, decode=decode, **values)
-        self.answered(Done(epoch, R.PLACED), *told, placed)
-
-    def fenced(self, *expected: object, epoch: int = 2, output: bytes = b"") -> None:
-        self.hear(G, RequestFenced("r", epoch, output), *expected)
-
-    def retried(self, *expected: object, epoch: int = 2, output: bytes = b"") -> None:
-        """The gateway is fenced and the ledger has the next epoch."""
-        self.fenced(call(RetryRequest, epoch=epoch - 1), epoch=epoch, output=output)
-        self.answered(Done(epoch, R.ADMITTED), *expected)
-
-    def failed(self, peer: Peer, reason: Reason, *expected: object, **values: Any) -> None:
-        values = {"epoch": 1, **values}
-        self.hear(peer, WorkFailed("r", reason=reason, **values), *expected)
-
-
-def spec(request_id: str = "r", tokens: int = 20, **fields: Any) -> RequestSpec:
-    return request(request_id, tuple(range(tokens)), gateway=G, **fields)
-
-
-def cancels(*peers: Peer, epoch: int = 1) -> list[Like]:
-    return [sent(peer, CancelWork, request_id="r", epoch=epoch) for peer in peers]
-
-
-FENCE = Send(G, FenceRequest("r", 2))
-PLACED_AGAIN = call(PlaceRequest, epoch=2)
-COMPLETED = Outcome(Ending.COMPLETED, finish=FinishReason.STOP)
-CANCELLED = Outcome(Ending.CANCELLED, reason=Reason.CLIENT_DISCONNECTED)
-
+from support.machine_playbook import Like, ids, sent
+from support.router_playbook import (
+    CANCELLED,
+    COMPLETED,
+    D1,
+    D_AGAIN,
+    FENCE,
+    PLACED_AGAIN,
+    D,
+    G,
+    P,
+    R,
+    Router,
+    call,
+    cancels,
+    spec,
+)
 
 # --- admission ----------------------------------------------------------------------------------
 
@@ -172,6 +72,7 @@ def test_no_decode_worker_is_told_from_overload() -> None:
     """(69) An empty registry and full queues have different codes, both at once, both with a
     time to come back."""
     play = Router(workers=(P,))
+    play.wait(2.0)
     refused = sent(G, RequestRefused, reason=Reason.NO_DECODE_WORKER)
     play.submit(spec("a"), refused)
     play.ready(D, blocks=2, free=0)
@@ -198,12 +99,23 @@ def test_what_no_arena_holds_is_refused_at_once() -> None:
     assert play.last(CallLedger).op.spec.max_tokens == 12
 
 
-def test_a_suspect_or_draining_router_admits_nothing() -> None:
-    """A lease permits transitions; a process on its way out takes nothing new."""
+def test_a_suspect_router_admits_when_it_has_its_lease_again_or_refuses_in_time() -> None:
+    """(44) A lease permits transitions; a short silence of the ledger costs a wait, no refusal."""
     play = Router()
     play.feed(LeaseChanged(LeaseState.SUSPECT))
-    play.submit(spec("a"), sent(G, RequestRefused, reason=Reason.LEDGER_UNAVAILABLE))
+    play.submit(spec("a"))
+    assert play.wait(2.5) == []
     play.feed(LeaseChanged(LeaseState.HELD))
+    assert [call(AdmitRequest).matches(each) for each in play.wait(0.3)] == [True]
+    play.feed(LeaseChanged(LeaseState.SUSPECT))
+    play.submit(spec("b"))
+    (said,) = [each for each in play.wait(3.3) if isinstance(each, Send)]
+    assert sent(G, RequestRefused, reason=Reason.LEDGER_UNAVAILABLE).matches(said)
+
+
+def test_a_draining_router_admits_nothing() -> None:
+    """A process on its way out takes nothing new."""
+    play = Router()
     play.feed(DrainRequested(), Exit(0, "drained"))
     play.submit(spec("a"), sent(G, RequestRefused, reason=Reason.DRAINING))
 
@@ -457,20 +369,21 @@ def test_a_request_expires() -> None:
 # --- other owners ---------------------------------------------------------------------------------
 
 
-def test_a_request_of_another_router_is_taken_over() -> None:
-    """The gateway asked here because its router is lost: the next epoch begins with the fence."""
+def test_a_request_of_another_router_is_not_admitted_again() -> None:
+    """The gateway has given it to that one since: nothing is said, and nothing done."""
     play = Router()
     play.submit(spec(), call(AdmitRequest))
-    play.answered(Conflict(3, R.DECODING), Send(G, FenceRequest("r", 4)))
-    play.retried(call(PlaceRequest, epoch=4), epoch=4, output=ids(50))
-    play.counted("r", epoch=4)
+    play.answered(Conflict(3, R.DECODING))
+    assert not play.machine.state.entries
 
 
-def test_a_request_that_ended_before_is_forgotten() -> None:
-    """The record is the truth; the gateway that ended it knows."""
+def test_a_request_that_ended_before_is_told_to_its_gateway() -> None:
+    """Somebody ended it while its gateway was away: no silence, and the entry goes with the end."""
     play = Router()
     play.submit(spec(), call(AdmitRequest))
-    play.answered(Conflict(1, R.COMPLETED, COMPLETED))
+    told = sent(G, RequestFailed, epoch=3, outcome=CANCELLED)
+    play.answered(Conflict(3, R.CANCELLED, CANCELLED), told)
+    play.hear(G, RequestEnded("r", 3, CANCELLED))
     assert not play.machine.state.entries
 
 
@@ -487,20 +400,15 @@ def test_a_request_that_another_router_took_over_is_let_go(op: str) -> None:
     assert not play.machine.state.entries
 
 
-def test_a_record_that_is_gone_is_an_error_and_not_silence() -> None:
-    """The ledger lost it: nobody else will answer."""
-    play = Router()
-    play.admit(spec(), call(PlaceRequest))
-    play.answered(Conflict(0, None), sent(G, RequestFailed, epoch=1))
-
-
-def test_a_fence_that_is_answered_with_a_later_epoch_lets_go() -> None:
-    """The gateway says that another router went on with it."""
+def test_a_fence_that_is_answered_with_a_later_epoch_goes_on_from_there() -> None:
+    """Somebody had fenced it whose retry the ledger never saw: no epoch is used twice."""
     play = Router()
     play.place(spec())
     play.failed(D, Reason.INTEGRITY, *cancels(D, P), FENCE)
-    play.fenced(epoch=5)
-    assert not play.machine.state.entries
+    play.fenced(call(RetryRequest, epoch=4), epoch=5)
+    play.answered(Conflict(1, R.PLACED), call(AdoptRequest, epoch=4, decode=None))
+    play.answered(Adopted(4, R.ADMITTED, 1, 0, None, None), call(RetryRequest, epoch=4))
+    play.answered(Done(5, R.ADMITTED), call(PlaceRequest, epoch=5))
 
 
 def test_late_answers_of_the_ledger_change_nothing() -> None:

@@ -52,7 +52,9 @@ from baton.wire.messages import (
     RequestEnded,
     ReserveDecode,
     TokensWanted,
+    WorkAdopted,
     WorkerStatus,
+    WorkFailed,
     WriterStopped,
 )
 
@@ -194,10 +196,10 @@ class DecodeMachine:
                 # Unasked: it was cancelled over another link, and so will this worker be.
                 seq = self.handover.stopped(peer, (request_id, epoch))
                 self._attempt_over(seq, Reason.FENCED, f"{peer} stopped")
-            case CancelWork(request_id, epoch, Reason.MOVED):
-                self._move(request_id, epoch)
-            case CancelWork(request_id, epoch, reason):
-                self._cancel(request_id, epoch, reason)
+            case CancelWork():
+                self._cancel_work(message)
+            case WorkAdopted():
+                self._adopted(peer, message)
             case RequestEnded(request_id, epoch, outcome):
                 self._cancel(request_id, epoch, outcome.reason)
             case TokensWanted(request_id, epoch, index):
@@ -267,6 +269,21 @@ class DecodeMachine:
             return
         self.state.recovered(seq, "import" if event.sums else "local")
         self._reserved(seq)
+
+    def _adopted(self, router: Peer, message: WorkAdopted) -> None:
+        """Another router answers for the attempt from now on; without one here it has to know."""
+        request_id, epoch = message.request_id, message.epoch
+        seq = self.state.sequences.get(request_id)
+        if seq is not None and seq.epoch == epoch and seq.stage is Stage.MOVED:
+            self._drop(seq)  # its router took it away, and did not come to place it elsewhere
+            seq = None
+        if seq is None or seq.epoch < epoch:
+            text = f"{self.state.me} has no such attempt"
+            self.state.send(router, WorkFailed(request_id, epoch, Reason.UNKNOWN_ATTEMPT, text))
+        elif seq.epoch == epoch and seq.turn <= message.turn:
+            seq.router, seq.turn, seq.offered = router, message.turn, False
+            if seq.stage is not Stage.IMPORTING:
+                self._reserved(seq)
 
     # --- the hand-over ------------------------------------------------------------------------
 
@@ -374,6 +391,17 @@ class DecodeMachine:
         self._release_dropped()
 
     # --- letting go ---------------------------------------------------------------------------
+
+    def _cancel_work(self, message: CancelWork) -> None:
+        """A router that lost the request to another one has no say."""
+        request_id, epoch = message.request_id, message.epoch
+        seq = self.state.sequences.get(request_id)
+        if seq is not None and message.turn < seq.turn:
+            self.state.measure("stale_messages_total", kind="turn")
+        elif message.reason is Reason.MOVED:
+            self._move(request_id, epoch)
+        else:
+            self._cancel(request_id, epoch, message.reason)
 
     def _cancel(self, request_id: str, epoch: int, reason: Reason | None) -> None:
         seq = self.state.sequences.get(request_id)

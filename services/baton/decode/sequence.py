@@ -47,6 +47,8 @@ class Sequence:
     spec: RequestSpec
     epoch: int
     router: Peer
+    turn: int
+    """Of that router; it grows when another one adopts the request."""
     order: int
     """Arrival number: the younger gives way to the older."""
     forced: int
@@ -93,6 +95,7 @@ class Sequence:
             spec=spec,
             epoch=message.epoch,
             router=router,
+            turn=message.turn,
             order=order,
             forced=len(forced),
             tokens=tokens,

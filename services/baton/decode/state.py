@@ -11,12 +11,12 @@ from baton.core.blocks import BlockPool
 from baton.core.ids import Member, Peer
 from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
-from baton.core.outcomes import Ending, Outcome, Reason
+from baton.core.outcomes import Reason
 from baton.decode.io import MarkBlocks
 from baton.decode.sequence import Sequence, Stage
 from baton.ports.channel import BlockCheck, BlockMark
 from baton.ports.driving import Measure, Note, Send
-from baton.wire.messages import AnyMessage, ArenaRef, RequestFailed, WorkFailed
+from baton.wire.messages import AnyMessage, ArenaRef, WorkFailed
 
 
 @dataclass(slots=True)
@@ -90,16 +90,11 @@ class State:
     def work_failed(
         self, seq: Sequence, reason: Reason, message: str, *, retryable: bool = True
     ) -> None:
-        """Tell the router that this attempt is over here; without one, the gateway: a clear
-        error is better than silence."""
-        request_id, epoch = seq.key
+        """Tell the router that this attempt is over here. If it is lost just now, the one that
+        adopts the request asks for the attempt and hears that there is none."""
         self.note("attempt_failed", seq, reason=reason, message=message)
-        if seq.router in self.peers:
-            failed = WorkFailed(request_id, epoch, reason, message, retryable=retryable)
-            self.send(seq.router, failed)
-        else:
-            outcome = Outcome(Ending.FAILED, reason=reason, message=message)
-            self.send(seq.spec.gateway, RequestFailed(request_id, epoch, outcome))
+        failed = WorkFailed(*seq.key, reason, message, retryable=retryable)
+        self.send(seq.router, failed)
 
     def seal(self, checks: tuple[BlockCheck, ...], checksums: tuple[int, ...]) -> None:
         """Name the blocks that are full by now, so that others find them."""

@@ -20,9 +20,9 @@ from baton.wire.messages import (
     RequestEnded,
     RequestFailed,
     RequestFenced,
+    RequestMoved,
     RequestPlaced,
     RequestRefused,
-    SubmitRequest,
 )
 
 
@@ -34,32 +34,33 @@ class Attempts:
 
     # --- giving it to a router ------------------------------------------------------------------
 
-    def submit(self, session: Session) -> list[Command]:
-        """Give the request to the next router, or leave it waiting for one."""
-        router = self.state.links.next_router()
+    def give(self, session: Session, now: float) -> list[Command]:
+        """Give the request to the router that had it, if that is linked again, else to the next
+        one; without any it waits. Create-or-adopt: what runs goes on as it is."""
+        links, router = self.state.links, session.router
+        if router is None or router not in links or links.draining(router):
+            router = links.next_router()
         if router is None:
-            self.state.schedule(session)
+            if session.waiting_since is None:
+                session.waiting_since = now
+            self._arm(session, now)
             return []
-        session.become(Phase.SUBMITTED)
-        session.router = router
+        if router != session.router:
+            session.router = router
+            session.turn += 1
+        if session.phase is Phase.WAITING:
+            session.become(Phase.SUBMITTED)
         session.told.add(router)
+        session.waiting_since = session.recovery_due = None  # it answers for it now
         self.state.schedule(session)
-        return [Send(router, SubmitRequest(spec=session.spec))]
+        lost = session.decode is not None and session.decode not in links
+        return [Send(router, session.submission(now, decode_lost=lost))]
 
-    def take_over(self, session: Session) -> list[Command]:
-        """A request that lost its worker after its router has nobody left: ask another router.
-
-        Create-or-return again; that router finds the record and goes on with the next epoch.
-        """
-        lost = session.recovery_due is not None and session.phase is Phase.RUNNING
-        if not lost or session.router in self.state.links:
-            return []
-        router = self.state.links.next_router()
-        if router is None:
-            return []
-        session.router = router
-        session.told.add(router)
-        return [Send(router, SubmitRequest(spec=session.spec))]
+    def _arm(self, session: Session, now: float) -> None:
+        """Somebody must have taken over by then."""
+        if session.phase is Phase.RUNNING and session.recovery_due is None:
+            session.recovery_due = now + self.state.limits.recovery_ms / 1000
+        self.state.schedule(session)
 
     def unplaced(self, session: Session) -> Outcome:
         """Return the outcome of a request that nobody placed in time."""
@@ -81,11 +82,13 @@ class Attempts:
         message: RequestPlaced | FenceRequest | RequestFailed | RequestRefused,
         now: float,
     ) -> list[Command]:
-        """Take what a router (or decode, without one) says of one request."""
+        """Take what a router says of one request: only the word of its current one counts."""
         session = self.state.sessions.get(message.request_id)
         if session is None:
             epoch = 1 if isinstance(message, RequestRefused) else message.epoch
             return self.over(event.peer, message.request_id, epoch)
+        if event.peer != session.router:
+            return self._moved(session, event.peer)
         handlers: dict[type, Callable[..., list[Command]]] = {
             RequestPlaced: self._placed,
             FenceRequest: self._fence,
@@ -93,6 +96,13 @@ class Attempts:
             RequestRefused: self._refused,
         }
         return handlers[type(message)](session, event.peer, message, now)
+
+    def _moved(self, session: Session, peer: Peer) -> list[Command]:
+        """A router that lost the request to another speaks of it: it is told so."""
+        commands: list[Command] = [Measure("stale_messages_total", labels={"kind": "turn"})]
+        if self.state.links.role(peer) is Role.ROUTER:
+            commands.append(Send(peer, RequestMoved(session.request_id, max(1, session.turn))))
+        return commands
 
     def over(self, peer: Peer, request_id: str, epoch: int) -> list[Command]:
         """Somebody works on a request that is over (or never was): tell him so, once."""
@@ -123,8 +133,6 @@ class Attempts:
                 Note("placement_refused", fields, "warning"),
             ]
         session.become(Phase.RUNNING)
-        session.router = peer
-        session.told.add(peer)
         session.recovery_due = None
         missing = [
             worker
@@ -151,8 +159,6 @@ class Attempts:
             session.become(Phase.RUNNING)
             # Its router sees to it, however long it waits there for memory.
             session.recovery_due = None
-        session.router = peer
-        session.told.add(peer)
         self.state.schedule(session)
         # A fence below ours is answered with ours: the asking router sees that it is out of date.
         fenced = RequestFenced(
@@ -170,19 +176,18 @@ class Attempts:
     ) -> list[Command]:
         if message.epoch < session.epoch:
             return [Measure("stale_messages_total", labels={"kind": "epoch"})]
-        if peer not in (session.router, session.decode):
-            # A router that was superseded, or a worker of no attempt of this request.
-            return [Measure("stale_messages_total", labels={"kind": "incarnation"})]
         return self.state.end(session, message.outcome, now)
 
     def _refused(
         self, session: Session, peer: Peer, message: RequestRefused, now: float
     ) -> list[Command]:
-        if peer != session.router:
-            return [Measure("stale_messages_total", labels={"kind": "incarnation"})]
-        if session.phase is Phase.RUNNING:
-            session.router = None  # it does not take over what another one had placed
-            return []
+        leaving = message.reason is Reason.DRAINING and self.state.drain_due is None
+        if leaving or session.phase is Phase.RUNNING:
+            # Another one takes it, or its successor; this one is to forget it.
+            if leaving:
+                self.state.links.leaving(peer)
+            moved = Send(peer, RequestMoved(session.request_id, session.turn + 1))
+            return [moved, *self._without_router(session, now)]
         outcome = Outcome(
             Ending.REFUSED,
             reason=message.reason,
@@ -192,17 +197,16 @@ class Attempts:
 
     # --- links ----------------------------------------------------------------------------------
 
-    def peer_up(self, member: Member) -> list[Command]:
+    def peer_up(self, member: Member, now: float) -> list[Command]:
         """A link is open: a router gets what waits, a worker that was awaited is there."""
         commands: list[Command] = []
-        if member.role is Role.ROUTER:
-            for session in list(self.state.sessions.values()):
-                if session.phase is Phase.WAITING:
-                    commands += self.submit(session)
-                else:
-                    commands += self.take_over(session)
-            return commands
         links = self.state.links
+        if member.role is Role.ROUTER:
+            for session in self.state.sessions.values():
+                orphan = session.router not in links or session.waiting_since is not None
+                if orphan or session.router == member.peer:
+                    commands += self.give(session, now)
+            return commands
         for session in self.state.sessions.values():
             # A worker that was placed before its link was up has turned up.
             bound = (session.decode, session.prefill)
@@ -216,31 +220,22 @@ class Attempts:
     def router_lost(self, peer: Peer, now: float) -> list[Command]:
         """Its requests are given to another one, or go on without."""
         commands: list[Command] = []
-        for session in list(self.state.sessions.values()):
-            if session.phase is Phase.SUBMITTED and session.router == peer:
-                # Create-or-return: giving the same id to another router is harmless.
-                session.become(Phase.WAITING)
-                session.resubmissions += 1
-                commands += self.submit(session)
-            elif session.router == peer:
-                # While decode speaks a placed request needs no router (the next token says so); one
-                # that waits for its first token is given to another at once: its placement may be
-                # lost.
-                if session.recovery_due is None:
-                    session.recovery_due = now + self.state.limits.recovery_ms / 1000
-                    self.state.schedule(session)
-                commands += [] if session.decode_spoke else self.take_over(session)
+        for session in self.state.sessions.values():
+            if session.router == peer:
+                commands += self._without_router(session, now)
         return commands
 
-    def worker_lost(self, peer: Peer, now: float) -> list[Command]:
+    def _without_router(self, session: Session, now: float) -> list[Command]:
+        """Another router takes the request over, now or when there is one. What runs, runs on."""
+        if session.phase is Phase.SUBMITTED:
+            session.become(Phase.WAITING)
+        return self.give(session, now)
+
+    def worker_lost(self, peer: Peer, now: float) -> None:
         """Somebody must take over in time what it worked on."""
-        commands: list[Command] = []
         for session in self.state.sessions.values():
             matters = peer == session.decode or (
                 peer == session.prefill and not session.decode_spoke
             )
-            if matters and session.recovery_due is None:
-                session.recovery_due = now + self.state.limits.recovery_ms / 1000
-                self.state.schedule(session)
-                commands += self.take_over(session)
-        return commands
+            if matters:
+                self._arm(session, now)

@@ -14,7 +14,7 @@ from baton.gateway.session import Phase, Session, Verdict
 from baton.gateway.state import WANTED_AGAIN_S, State
 from baton.gateway.vocabulary import Command, Deliver
 from baton.ports.driving import Measure, Note, Send
-from baton.wire.messages import TokenRun, TokensWanted
+from baton.wire.messages import RequestEnded, TokenRun, TokensWanted
 
 
 class Delivery:
@@ -30,11 +30,10 @@ class Delivery:
             case Verdict.FRESH:
                 return self._deliver(session, fresh, now)
             case Verdict.REPEATED:
-                session.recovery_due = self._still_missing(session)
+                session.recovery_due = self._still_missing(session, now)
                 return []
             case Verdict.STALE:
-                kind = "epoch" if run.epoch != session.epoch else "incarnation"
-                return [Measure("stale_messages_total", labels={"kind": kind})]
+                return self._stale(session, peer, run)
             case Verdict.GAP:
                 return self._want(session, peer, now)
             case Verdict.CORRUPT:
@@ -49,6 +48,16 @@ class Delivery:
                 return [*commands, *self.state.end(session, outcome, now)]
             case _:
                 assert_never(verdict)
+
+    def _stale(self, session: Session, peer: Peer, run: TokenRun) -> list[Command]:
+        """Tokens of an attempt that is over: its worker was not told, or could not be."""
+        kind = "epoch" if run.epoch != session.epoch else "incarnation"
+        commands: list[Command] = [Measure("stale_messages_total", labels={"kind": kind})]
+        if (peer, run.epoch) not in session.told_stale and run.epoch <= session.epoch:
+            session.told_stale.add((peer, run.epoch))
+            outcome = Outcome(Ending.CANCELLED, reason=Reason.SUPERSEDED)
+            commands.append(Send(peer, RequestEnded(session.request_id, run.epoch, outcome)))
+        return commands
 
     def wanted(self, session: Session, peer: Peer) -> Send:
         """Ask ``peer`` for what is missing."""
@@ -69,7 +78,7 @@ class Delivery:
     def _deliver(self, session: Session, fresh: list[TokenRun], now: float) -> list[Command]:
         if session.phase is not Phase.RUNNING:
             session.become(Phase.RUNNING)
-        session.recovery_due = self._still_missing(session)
+        session.recovery_due = self._still_missing(session, now)
         commands: list[Command] = []
         count = 0
         for run in fresh:
@@ -109,8 +118,12 @@ class Delivery:
         self.state.schedule(session)
         return [self.wanted(session, peer), Measure("token_gaps_total")]
 
-    def _still_missing(self, session: Session) -> float | None:
-        """Keep the recovery deadline only while it is decode that is missing."""
-        if session.decode is not None and session.decode in self.state.links:
+    def _still_missing(self, session: Session, now: float) -> float | None:
+        """Decode speaks: somebody is missing only if it is decode. Without a router nobody would
+        say so if decode fell silent: then the time runs anew from each word of it."""
+        links = self.state.links
+        if session.router not in links:
+            return now + self.state.limits.recovery_ms / 1000
+        if session.decode is not None and session.decode in links:
             return None if session.decode_spoke else session.recovery_due
         return session.recovery_due

@@ -114,9 +114,9 @@ class Endings:
         if isinstance(reply, Unavailable):
             return self._repeat_later(ending, now)
         if isinstance(reply, Conflict) and reply.state is not None:
-            if reply.state not in TERMINAL and reply.epoch > ending.op.epoch:
-                # The attempt moved on while the end was under way. What the client has was valid
-                # in every epoch (ids are never taken back), so the end holds for the newer one.
+            if reply.state not in TERMINAL and reply.epoch != ending.op.epoch:
+                # The attempt moved on while the end was under way, or the ledger went back. What
+                # the client has was valid in every epoch, so the end holds for this one.
                 ending.op = EndRequest(
                     request_id=ending.op.request_id,
                     epoch=reply.epoch,

@@ -24,6 +24,8 @@ class Links:
         self._routers: list[Peer] = []
         self._pools: dict[Peer, PoolStatus] = {}
         self._next = 0
+        self.had_router = False
+        """Whether a router was ever here: then one that is away is being started again."""
 
     def __contains__(self, peer: object) -> bool:
         return peer in self._members
@@ -36,6 +38,7 @@ class Links:
         self._members[member.peer] = member
         if member.role is Role.ROUTER:
             self._routers = sorted({*self._routers, member.peer})
+            self.had_router = True
 
     def lost(self, peer: Peer) -> Role | None:
         """A link is over; return what the peer was."""
@@ -51,11 +54,21 @@ class Links:
         return member.role if member is not None else None
 
     def next_router(self) -> Peer | None:
-        """Return the router whose turn it is."""
-        if not self._routers:
+        """Return the router whose turn it is; one that is going away takes nothing."""
+        routers = [router for router in self._routers if not self.draining(router)]
+        if not routers:
             return None
         self._next += 1
-        return self._routers[self._next % len(self._routers)]
+        return routers[self._next % len(routers)]
+
+    def leaving(self, router: Peer) -> None:
+        """A router refused something because it is going away."""
+        self.pool(router, PoolStatus(False, Reason.DRAINING, "this router is draining"))
+
+    def draining(self, router: Peer) -> bool:
+        """Whether a router said that it is going away."""
+        pool = self._pools.get(router)
+        return pool is not None and pool.reason is Reason.DRAINING
 
     def pool(self, router: Peer, status: PoolStatus) -> None:
         """A router says whether it could place a request."""

@@ -108,7 +108,7 @@ class GatewayMachine:
                 return self._time_passed(now)
             case PeerUp(member):
                 self.state.links.up(member)
-                return self.attempts.peer_up(member)
+                return self.attempts.peer_up(member, now)
             case PeerLost():
                 return self._peer_lost(event, now)
             case PeerRefused():
@@ -204,7 +204,7 @@ class GatewayMachine:
                 },
             )
         ]
-        return [*commands, *self.attempts.submit(session)]
+        return [*commands, *self.attempts.give(session, now)]
 
     def _refusal(self) -> tuple[Reason, str] | None:
         """Why a new request is not even tried. Missing workers are the router's to judge."""
@@ -266,7 +266,8 @@ class GatewayMachine:
         commands = self._reports.lost(peer)
         if role is Role.ROUTER:
             return [*commands, *self.attempts.router_lost(peer, now)]
-        return [*commands, *self.attempts.worker_lost(peer, now)]
+        self.attempts.worker_lost(peer, now)
+        return commands
 
     def _time_passed(self, now: float) -> list[Command]:
         state = self.state
@@ -293,8 +294,11 @@ class GatewayMachine:
         if session.phase is not Phase.RUNNING and now >= state.placement_due(session):
             return state.end(session, self.attempts.unplaced(session), now)
         if session.recovery_due is not None and now >= session.recovery_due:
-            message = "the worker of this request was lost and nobody took over in time"
-            outcome = Outcome(Ending.FAILED, None, Reason.WORKER_LOST, message, tokens)
+            reason, who = Reason.WORKER_LOST, "the worker"
+            if session.router not in state.links:
+                reason, who = Reason.NO_ROUTER, "the router"
+            message = f"{who} of this request was lost and nobody took over in time"
+            outcome = Outcome(Ending.FAILED, None, reason, message, tokens)
             return state.end(session, outcome, now)
         commands = self.delivery.want_again(session, now)
         state.schedule(session)

@@ -13,7 +13,7 @@ from enum import Enum
 
 from baton.core.ids import Peer, Role
 from baton.core.outcomes import FinishReason
-from baton.wire.messages import RequestSpec, TokenRun
+from baton.wire.messages import RequestSpec, SubmitRequest, TokenRun
 
 #: Runs above the next index kept while the gap is asked for again. The link is ordered, so a gap
 #: appears only when a message died with its sender; more than this is asked for again instead.
@@ -60,6 +60,11 @@ class Session:
     submitted_at: float
     phase: Phase = Phase.WAITING
     router: Peer | None = None
+    """Who has it, or had it last: the only router whose word counts."""
+    turn: int = 0
+    """Grows with each router it is given to."""
+    waiting_since: float | None = None
+    """Since when no router has it."""
     epoch: int = 1
     """Lower ones are refused (the fence)."""
     fenced: bool = False
@@ -76,10 +81,11 @@ class Session:
     wanted_at: float | None = None
     """When missing ids were asked for last."""
     recovery_due: float | None = None
-    """A worker of the attempt is lost; somebody must have taken over by then."""
+    """A worker of the attempt, or every router, is lost; somebody must have taken over by then."""
+    told_stale: set[tuple[Peer, int]] = field(default_factory=set)
+    """Which worker was told that which epoch of it is over."""
     first_at: float | None = None
     last_at: float | None = None
-    resubmissions: int = 0
 
     @property
     def request_id(self) -> str:
@@ -89,6 +95,19 @@ class Session:
         """Move; an illegal move is a bug."""
         assert phase in _MOVES[self.phase], f"illegal move {self.phase} -> {phase}"
         self.phase = phase
+
+    def submission(self, now: float, *, decode_lost: bool) -> SubmitRequest:
+        """Return what its router has to know of it."""
+        return SubmitRequest(
+            spec=self.spec,
+            turn=self.turn,
+            begun=self.phase is Phase.RUNNING,
+            epoch=self.epoch,
+            decode=self.decode,
+            prefill=self.prefill,
+            decode_lost=decode_lost,
+            age_ms=max(0, int((now - self.submitted_at) * 1000)),
+        )
 
     def fence(self, epoch: int) -> None:
         """Refuse everything below ``epoch`` from now on and forget the attempt's workers."""
@@ -196,3 +215,4 @@ class Session:
         assert all(index > len(self.ids) for index in self.held)
         assert self.phase is not Phase.RUNNING or self.told or self.fenced
         assert self.phase is not Phase.SUBMITTED or self.router is not None
+        assert (self.turn > 0) == (self.router is not None)

@@ -51,10 +51,13 @@ class State:
 
     def placement_due(self, session: Session) -> float:
         """When a request that nobody has placed is given up."""
-        if session.phase is Phase.WAITING and not session.resubmissions:
-            # No router has ever been there: the start is a matter of seconds, or it is broken.
-            return session.submitted_at + self.limits.lease_ttl_ms / 1000
-        return session.submitted_at + self.limits.queue_deadline_ms / 1000 + QUEUE_SLACK_S
+        due = session.submitted_at + self.limits.queue_deadline_ms / 1000 + QUEUE_SLACK_S
+        if session.waiting_since is None:
+            return due
+        # One that was there comes back within that time; without one the start is broken.
+        limits = self.limits
+        patience_ms = limits.recovery_ms if self.links.had_router else limits.lease_ttl_ms
+        return min(due, session.waiting_since + patience_ms / 1000)
 
     def end(
         self, session: Session, outcome: Outcome, now: float, retry_after_ms: int = 0

@@ -24,6 +24,8 @@ class Job:
     spec: RequestSpec
     epoch: int
     router: Peer
+    turn: int
+    """Of that router; it grows when another one adopts the request."""
     decode: Peer
     assigned_at: float
     ids: bytes
@@ -50,6 +52,7 @@ class Job:
             spec=message.spec,
             epoch=message.epoch,
             router=router,
+            turn=message.turn,
             decode=message.decode,
             assigned_at=now,
             ids=ids,

@@ -47,6 +47,7 @@ from baton.wire.messages import (
     RequestEnded,
     Ticket,
     TicketRevoked,
+    WorkAdopted,
     WorkerStatus,
     WorkFailed,
     WorkRefused,
@@ -173,8 +174,10 @@ class PrefillMachine:
                 self._ticket(peer, message, now)
             case TicketRevoked(request_id, epoch):
                 self._revoke(peer, request_id, epoch)
-            case CancelWork(request_id, epoch, reason):
-                self._cancel(request_id, epoch, reason)
+            case CancelWork(request_id, epoch, reason, turn):
+                self._cancel(request_id, epoch, reason, turn)
+            case WorkAdopted():
+                self._adopted(peer, message)
             case RequestEnded(request_id, epoch, outcome):
                 self._cancel(request_id, epoch, outcome.reason)
             case ArenaOffered(arena):
@@ -370,10 +373,28 @@ class PrefillMachine:
     def _flies(self, request_id: str, epoch: int) -> bool:
         return any(job.key == (request_id, epoch) for _, job in self.flying)
 
-    def _cancel(self, request_id: str, epoch: int, reason: Reason | None) -> None:
+    def _adopted(self, router: Peer, message: WorkAdopted) -> None:
+        """Another router answers for the attempt from now on. A ticket that still waits for its
+        assignment waits for a router that is gone."""
+        key = message.request_id, message.epoch
+        job = self.jobs.get(message.request_id)
+        if job is not None and job.key == key and job.turn <= message.turn:
+            job.router, job.turn = router, message.turn
+        early = self.early.pop(key, None)
+        if early is not None:
+            self._send(early[1], PrefillFailed(*key, Reason.FENCED, "no assignment came"))
+
+    def _cancel(
+        self, request_id: str, epoch: int, reason: Reason | None, turn: int | None = None
+    ) -> None:
+        """``turn`` is that of the router that cancels: a superseded one has no say."""
         job = self.jobs.get(request_id)
-        if job is not None and job.epoch <= epoch:
-            self._end(job, reason, "cancelled")
+        if job is None or job.epoch > epoch:
+            return
+        if turn is not None and turn < job.turn:
+            self._emit(Measure("stale_messages_total", 1, {"kind": "turn"}))
+            return
+        self._end(job, reason, "cancelled")
 
     def _end(self, job: Job, reason: Reason | None, text: str) -> None:
         """Stop working on ``job``: at once, or when its chunk has returned."""

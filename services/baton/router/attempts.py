@@ -7,14 +7,16 @@ continues exactly those. Where it goes is decided in ``placement.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from baton.core.ids import Peer
-from baton.core.lifecycles import RequestState
+from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.outcomes import Reason
 from baton.ports.driving import CallLedger
 from baton.ports.ledger import (
     AdmitRequest,
+    Adopted,
+    AdoptRequest,
     AnyOp,
     Conflict,
     Done,
@@ -47,6 +49,7 @@ QUEUE_WEIGHT = 0.1
 #: The transition whose answer each phase waits for; an answer to another one is late.
 PENDING: Mapping[Phase, type[object]] = {
     Phase.ADMITTING: AdmitRequest,
+    Phase.ADOPTING: AdoptRequest,
     Phase.PLACING: PlaceRequest,
     Phase.RETRYING: RetryRequest,
 }
@@ -59,33 +62,56 @@ class Attempts:
         self.state = state
         self.moves = moves
         self.verdicts = verdicts
+        self.adopted: Callable[[Entry, Adopted, float], None]
+        """What to do with the ledger's answer to an adoption; set by ``adoption.py``."""
 
     # --- the ledger's answers -----------------------------------------------------------------
 
     def answered(self, op: AnyOp, reply: Reply | Unavailable, now: float) -> None:
-        if not isinstance(op, AdmitRequest | PlaceRequest | RetryRequest):
+        entry = self._waiting_for(op)
+        if entry is None:
             return
-        request_id = op.spec.request_id if isinstance(op, AdmitRequest) else op.request_id
-        entry = self.state.entries.get(request_id)
-        if entry is None or type(op) is not PENDING.get(entry.phase):
-            return
-        if not isinstance(op, AdmitRequest) and op.epoch != entry.epoch:
-            return
+        pending = type(op) is PENDING.get(entry.phase)
         match reply:
             case Unavailable(reason):
-                self._ledger_silent(entry, reason, now)
+                if pending:
+                    self._ledger_silent(entry, reason, now)
+                elif entry.phase in PENDING:
+                    entry.ledger_again = now + LEDGER_AGAIN_S
+            case Conflict():
+                self._conflict(entry, reply, now)
             case Done():
+                assert pending
                 entry.ledger_again = None
                 self._done(entry, op, reply, now)
-            case Conflict():
-                entry.ledger_again = None
-                self._conflict(entry, op, reply, now)
+            case Adopted():
+                if entry.phase is Phase.ADOPTING:
+                    entry.ledger_again = None
+                    self.adopted(entry, reply, now)
+                elif entry.phase in PENDING:
+                    self.ask_again(entry, now)  # the record is there again
             case _:
                 raise AssertionError(f"{type(reply).__name__} does not answer {type(op).__name__}")
 
-    def _done(
-        self, entry: Entry, op: AdmitRequest | PlaceRequest | RetryRequest, reply: Done, now: float
-    ) -> None:
+    def _waiting_for(self, op: AnyOp) -> Entry | None:
+        """Return the entry that an answer to ``op`` concerns now."""
+        match op:
+            case AdmitRequest(spec=spec):
+                entry = self.state.entries.get(spec.request_id)
+                return entry if entry is not None and entry.phase is Phase.ADMITTING else None
+            case AdoptRequest(spec=spec, turn=turn):
+                entry = self.state.entries.get(spec.request_id)
+                stale = entry is None or entry.phase is Phase.CLOSING or entry.turn != turn
+                return None if stale else entry
+            case PlaceRequest() | RetryRequest():
+                entry = self.state.entries.get(op.request_id)
+                if entry is None or type(op) is not PENDING.get(entry.phase):
+                    return None
+                return entry if entry.epoch == op.epoch else None
+            case _:
+                return None
+
+    def _done(self, entry: Entry, op: AnyOp, reply: Done, now: float) -> None:
         match op:
             case AdmitRequest():
                 entry.epoch = reply.epoch
@@ -93,40 +119,35 @@ class Attempts:
                 self.state.measure("prompt_tokens_total", entry.spec.prompt_tokens)
                 self.state.note("admitted", entry, prompt_tokens=entry.spec.prompt_tokens)
                 if reply.state is RequestState.ADMITTED and reply.epoch == 1:
-                    self._enqueue(entry)
+                    self.enqueue(entry)
                 else:
-                    self._recover(entry)  # admitted before this router knew of it
+                    self.recover(entry)  # admitted before this router knew of it
             case PlaceRequest():
                 self._start_attempt(entry, now)
-            case RetryRequest():
+            case _:
                 entry.epoch = reply.epoch
-                self._enqueue(entry, front=True)
+                self.enqueue(entry, front=True)
 
-    def _conflict(
-        self,
-        entry: Entry,
-        op: AdmitRequest | PlaceRequest | RetryRequest,
-        reply: Conflict,
-        now: float,
-    ) -> None:
-        """The record says otherwise: it is the truth."""
+    def _conflict(self, entry: Entry, reply: Conflict, now: float) -> None:
+        """The record says otherwise: it is the truth, unless it is older than what we know."""
+        entry.ledger_again = None
         if reply.outcome is not None:
-            self.state.note("already_ended", entry, ending=reply.outcome.ending)
-            self.verdicts.forget(entry)
-        elif reply.state is None:
-            self.verdicts.give_up(entry, now, Reason.INTERNAL, "the ledger has lost this request")
-        elif isinstance(op, AdmitRequest):
-            # Its router is gone (the gateway asked here): go on with the next epoch.
-            entry.epoch = reply.epoch
-            self._recover(entry)
+            self.verdicts.ended_already(entry, now, reply.epoch, reply.outcome)
+        elif reply.state is None or reply.epoch < entry.epoch:
+            self.state.note("record_lost", entry, level="warning", ledger_epoch=reply.epoch)
+            self.restore(entry)
         else:
-            self._superseded(entry, reply.epoch)
+            # Another router answers for it: a verdict from here could end what runs well there.
+            self.state.note("superseded", entry, by_epoch=reply.epoch)
+            self.verdicts.forget(entry)
 
-    def _superseded(self, entry: Entry, epoch: int) -> None:
-        """Another router went on with it, and answers for it: a verdict from here could end what
-        runs well there."""
-        self.state.note("superseded", entry, by_epoch=epoch)
-        self.verdicts.forget(entry)
+    def restore(self, entry: Entry) -> None:
+        """Make the record what this router knows, if it is lost or behind: an epoch never goes
+        back. A record that is right stays as it is."""
+        placed = entry.phase is Phase.PLACED
+        workers = (entry.decode, entry.prefill) if placed else ()
+        op = AdoptRequest(entry.spec, self.state.me, entry.turn, entry.epoch, *workers)
+        self.state.emit(CallLedger(op))
 
     def _ledger_silent(self, entry: Entry, reason: str, now: float) -> None:
         waited_ms = (now - entry.ledger_since) * 1000
@@ -136,33 +157,38 @@ class Attempts:
             return
         entry.ledger_again = now + LEDGER_AGAIN_S
 
-    def ask_again(self, entry: Entry) -> None:
-        """Repeat the pending transition: every one is idempotent."""
+    def ask_again(self, entry: Entry, now: float) -> None:
+        """Ask for the pending transition, or repeat it: every one is idempotent. Without a lease
+        nothing is asked for; it waits."""
+        if self.state.lease is not LeaseState.HELD:
+            self._ledger_silent(entry, "this router cannot renew its lease", now)
+            return
         entry.ledger_again = None
-        request_id = entry.spec.request_id
+        spec, me, epoch = entry.spec, self.state.me, entry.epoch
+        workers = entry.decode, entry.prefill
+        op: AnyOp
         match entry.phase:
             case Phase.ADMITTING:
-                self.state.emit(CallLedger(AdmitRequest(entry.spec, self.state.me)))
+                op = AdmitRequest(spec, me)
+            case Phase.ADOPTING:
+                op = AdoptRequest(spec, me, entry.turn, epoch, *workers)
             case Phase.RETRYING:
-                self.state.emit(CallLedger(RetryRequest(request_id, entry.epoch, self.state.me)))
+                op = RetryRequest(spec.request_id, epoch, me, entry.failures)
             case Phase.PLACING:
                 assert entry.decode is not None
-                self.state.emit(
-                    CallLedger(
-                        PlaceRequest(
-                            request_id, entry.epoch, self.state.me, entry.decode, entry.prefill
-                        )
-                    )
-                )
+                op = PlaceRequest(spec.request_id, epoch, me, entry.decode, entry.prefill)
             case _:
-                pass
+                return
+        self.state.emit(CallLedger(op))
 
     # --- placement ----------------------------------------------------------------------------
 
-    def _enqueue(self, entry: Entry, *, front: bool = False) -> None:
+    def enqueue(self, entry: Entry, *, front: bool = False) -> None:
         entry.phase = Phase.QUEUED
         entry.decode = entry.prefill = None
         entry.reserved = False
+        entry.untold.clear()
+        entry.link_due = None
         entry.bypassed = 0
         self.state.queue.push(entry, front=front)
 
@@ -172,6 +198,11 @@ class Attempts:
         for entry in self.state.queue:
             if entry.not_before > now:
                 continue
+            if entry.unmeasured and not self.state.starting(now):
+                entry.spec = self.state.placement.fitted(entry.spec)
+                if (text := self.state.placement.too_long(entry.spec)) is not None:
+                    self.verdicts.refuse(entry, now, Reason.TOO_LONG, text)
+                    continue
             place = self.state.placement.choose(entry, now)
             if place is None:
                 head = head or entry
@@ -188,7 +219,7 @@ class Attempts:
             entry.decode, entry.prefill = place.decode, place.prefill
             entry.ledger_since = now
             self.state.note("chosen", entry, decode=str(place.decode), why=place.why)
-            self.ask_again(entry)
+            self.ask_again(entry, now)
 
     def _start_attempt(self, entry: Entry, now: float) -> None:
         """The attempt is counted: tell everybody."""
@@ -199,7 +230,7 @@ class Attempts:
             p for p in (decode, prefill) if p is not None and p not in self.state.placement.workers
         ]
         if gone:
-            self._recover(entry, now)
+            self.recover(entry, now)
             return
         if not entry.placed_once:
             entry.placed_once = True
@@ -208,16 +239,15 @@ class Attempts:
             self.state.measure("request_queue_seconds", waited)
         entry.recovering_since = None
         self.state.measure("attempts_total")
-        source = entry.source
+        source, spec, epoch, turn = entry.source, entry.spec, entry.epoch, entry.turn
         way = {"prefill": str(prefill or "local"), **({"source": source} if source else {})}
         self.state.note("placed", entry, decode=str(decode), **way)
-        reserve = ReserveDecode(entry.spec, entry.epoch, prefill, entry.output, source)
-        self.state.send(decode, reserve)
+        self.state.send(decode, ReserveDecode(spec, epoch, prefill, entry.output, source, turn))
         if prefill is not None:
-            self.state.send(prefill, AssignPrefill(entry.spec, entry.epoch, decode, entry.output))
-        self._tell_placed(entry, now)
+            self.state.send(prefill, AssignPrefill(spec, epoch, decode, entry.output, turn))
+        self.tell_placed(entry, now)
 
-    def _tell_placed(self, entry: Entry, now: float) -> None:
+    def tell_placed(self, entry: Entry, now: float) -> None:
         assert entry.decode is not None
         self.state.send(
             entry.spec.gateway,
@@ -234,7 +264,7 @@ class Attempts:
         """The gateway is back on another link: what the first one lost is said again."""
         entry.gateway_lost_at = None
         if entry.phase is Phase.PLACED:
-            self._tell_placed(entry, now)
+            self.tell_placed(entry, now)
         elif entry.phase is Phase.FENCING:
             self._ask_for_fence(entry)
         elif entry.verdict is not None:
@@ -266,7 +296,7 @@ class Attempts:
             )  # another one may have its links and a lease
         entry.refusals += 1
         entry.not_before = now + min(REFUSED_PAUSE_S * 2.0**entry.refusals, REFUSED_PAUSE_MAX_S)
-        self._recover(entry)
+        self.recover(entry)
 
     def work_failed(self, peer: Peer, message: WorkFailed, now: float) -> None:
         entry = self._placed_entry(message.request_id, message.epoch)
@@ -281,8 +311,9 @@ class Attempts:
             self.verdicts.cancel_work(entry, reason)
             self.verdicts.give_up(entry, now, reason, message.message)
             return
-        if reason in (Reason.NO_BLOCKS, Reason.DRAINING):
-            self._recover(entry)  # pre-empted, or its worker shuts down: nobody failed
+        if reason in (Reason.NO_BLOCKS, Reason.DRAINING, Reason.UNKNOWN_ATTEMPT):
+            # Pre-empted, or its worker shuts down or never heard of it: nobody failed.
+            self.recover(entry)
             return
         if reason is not Reason.WORKER_LOST:
             self.state.placement.workers[peer].failed(now)
@@ -299,15 +330,15 @@ class Attempts:
                 f"{entry.failures} attempts failed, the last one: {text}",
             )
             return
-        self._recover(entry, now)
+        self.recover(entry, now)
 
     def move_on(self, now: float) -> None:
         """Take a request off a draining worker, if it is its turn."""
         entry = self.moves.next(now)
         if entry is not None:
-            self._recover(entry, reason=Reason.MOVED)
+            self.recover(entry, reason=Reason.MOVED)
 
-    def _recover(
+    def recover(
         self, entry: Entry, lost_at: float | None = None, reason: Reason = Reason.SUPERSEDED
     ) -> None:
         """Towards the next epoch: first the gateway refuses the old one and says what it holds."""
@@ -327,12 +358,12 @@ class Attempts:
         if entry is None or entry.phase is not Phase.FENCING or epoch <= entry.epoch:
             return
         if epoch > entry.epoch + 1:
-            self._superseded(entry, epoch)
-            return
+            # It was fenced by somebody whose retry the ledger never saw: go on from there.
+            entry.epoch = epoch - 1
         entry.output = output
         entry.phase = Phase.RETRYING
         entry.ledger_since = now
-        self.ask_again(entry)
+        self.ask_again(entry, now)
 
     def reserved(self, peer: Peer, message: DecodeReserved) -> None:
         """Decode has its blocks: the placement was right."""

@@ -24,6 +24,8 @@ class Phase(Enum):
 
     ADMITTING = "admitting"
     """Waiting for the ledger to have it."""
+    ADOPTING = "adopting"
+    """Waiting for the ledger to say how it stands: another router had it."""
     QUEUED = "queued"
     PLACING = "placing"
     """Waiting for the ledger to have counted the attempt."""
@@ -43,16 +45,26 @@ class Entry:
     spec: RequestSpec
     arrived: float
     phase: Phase = Phase.ADMITTING
+    turn: int = 1
+    """Ours among the routers that had it."""
     epoch: int = 1
     output: bytes = b""
     """Ids that the client may have seen (uint32 LE): forced in the next attempt."""
     decode: Peer | None = None
     prefill: Peer | None = None
+    decode_lost: bool = False
+    """The gateway had lost ``decode`` when it gave the request to us."""
+    untold: set[Peer] = field(default_factory=set)
+    """Workers of the attempt that have to be told, once linked, that it is ours."""
+    link_due: float | None = None
+    """By then ``decode`` must have opened a link here, so that it can be told."""
     reserved: bool = False
     failures: int = 0
     """Attempts that ended without a result; refusals do not count."""
     refusals: int = 0
     """Placements in a row that a worker refused."""
+    unmeasured: bool = False
+    """Taken in before any arena was known that would hold it, or not."""
     placed_once: bool = False
     recovering_since: float | None = None
     not_before: float = 0.0

@@ -14,11 +14,13 @@ import msgspec
 
 from baton.core.events import DrainRequested, LeaseChanged, TimePassed
 from baton.core.ids import Member, Peer, Role
+from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Reason
 from baton.ports.driving import Exit, LedgerAnswered, Measure, Note
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.router.admission import Admission
+from baton.router.adoption import Adoption
 from baton.router.attempts import Attempts
 from baton.router.entry import Entry, Phase
 from baton.router.moves import Moves
@@ -33,6 +35,7 @@ from baton.wire.messages import (
     PoolStatus,
     RequestEnded,
     RequestFenced,
+    RequestMoved,
     SubmitRequest,
     WorkerStatus,
     WorkFailed,
@@ -64,19 +67,23 @@ class RouterMachine:
         self.moves = Moves(self.state)
         self.verdicts = Verdicts(self.state, self.moves)
         self.attempts = Attempts(self.state, self.moves, self.verdicts)
-        self.admission = Admission(self.state, self.attempts)
+        self.adoption = Adoption(self.state, self.attempts)
+        self.admission = Admission(self.state, self.attempts, self.adoption)
         self.drain_due: float | None = None
         self.exited = False
         self.split = split
         self.pool: PoolStatus | None = None
         """What the gateways were told last."""
         self.tick_at: float | None = None
+        self.alone_since: float | None = None
+        """Since when no decode worker takes anything."""
 
     # --- Machine ------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[object]:
         self.state.commands = []
         self._dispatch(event, now)
+        self._note_alone(now)
         self.attempts.place_waiting(now)
         self.attempts.move_on(now)
         self._tell_pool()
@@ -117,7 +124,7 @@ class RouterMachine:
             case PeerLost():
                 self._peer_lost(event, now)
             case LeaseChanged(state):
-                self.state.lease = state
+                self._lease_changed(state, now)
             case DrainRequested():
                 self._drain(now)
             case PeerRefused():
@@ -127,8 +134,10 @@ class RouterMachine:
 
     def _received(self, peer: Peer, message: AnyMessage, now: float) -> None:
         match message:
-            case SubmitRequest(spec):
-                self.admission.submit(peer, spec, now)
+            case SubmitRequest():
+                self.admission.submit(peer, message, now)
+            case RequestMoved(request_id, turn):
+                self._moved(request_id, turn)
             case RequestEnded(request_id, epoch, outcome):
                 self.verdicts.ended(request_id, outcome)
             case RequestFenced(request_id, epoch, output):
@@ -174,6 +183,7 @@ class RouterMachine:
             self.state.placement.workers[member.peer] = WorkerView(
                 member.peer, member.role, WorkerStatus(accepting=False), now, member.boot_id
             )
+            self.adoption.worker_up(member.peer)
 
     def _peer_lost(self, event: PeerLost, now: float) -> None:
         peer = event.peer
@@ -199,9 +209,26 @@ class RouterMachine:
         self.state.placement.forget(peer)
         # A lost prefill worker is decode's to report: it alone knows whether the commit came.
         for entry in placed:
+            if event.lives:
+                self.adoption.decode_out_of_hearing(entry, now)
+                continue
             self.state.measure("attempts_failed_total", reason=Reason.WORKER_LOST)
             self.state.note("worker_lost", entry, by=str(peer), message=event.reason)
             self.attempts.attempt_failed(entry, f"{peer} is lost: {event.reason}", now)
+
+    def _lease_changed(self, state: LeaseState, now: float) -> None:
+        before, self.state.lease = self.state.lease, state
+        if state is LeaseState.HELD:
+            self.state.since = min(self.state.since, now)
+        if state is LeaseState.HELD and before is LeaseState.LOST:
+            self.adoption.announce()
+
+    def _moved(self, request_id: str, turn: int) -> None:
+        """The gateway has given it to another router: its workers are that one's."""
+        entry = self.state.entries.get(request_id)
+        if entry is not None and entry.turn < turn:
+            self.state.note("superseded", entry, by_turn=turn)
+            self.verdicts.forget(entry)
 
     def _drain(self, now: float) -> None:
         """Refuse what was not placed yet; see the rest through."""
@@ -248,25 +275,43 @@ class RouterMachine:
                 self.verdicts.forget(entry)
             return
         if entry.ledger_again is not None and now >= entry.ledger_again:
-            self.attempts.ask_again(entry)
+            self.attempts.ask_again(entry, now)
+        if entry.link_due is not None and now >= entry.link_due:
+            entry.link_due = None
+            if entry.phase is Phase.PLACED and entry.decode not in self.state.placement.workers:
+                self.attempts.recover(entry, now)
         age_ms = (now - entry.arrived) * 1000
         since = entry.recovering_since
         if age_ms > min(entry.spec.deadline_ms, limits.request_deadline_ms):
             self.verdicts.cancel_work(entry, Reason.DEADLINE)
             text = "the request's deadline passed"
             self.verdicts.give_up(entry, now, Reason.DEADLINE, text, Ending.EXPIRED)
-        elif since is not None and (now - since) * 1000 > limits.recovery_ms and self._alone():
+        elif since is not None and self._nobody_for(now - since, now):
             self.verdicts.cancel_work(entry, Reason.WORKER_LOST)
             text = "its worker was lost and no other could take over"
             self.verdicts.give_up(entry, now, Reason.WORKER_LOST, text)
-        elif not entry.placed_once and age_ms > limits.recovery_ms and self._alone():
+        elif entry.placed_once or entry.phase is Phase.ADOPTING:
+            pass
+        elif self._nobody_for(age_ms / 1000, now):
             self.verdicts.refuse(entry, now, Reason.NO_DECODE_WORKER, "no decode worker is up")
-        elif not entry.placed_once and age_ms > limits.queue_deadline_ms:
+        elif age_ms > limits.queue_deadline_ms:
             self.verdicts.refuse(entry, now, Reason.OVERLOADED, "it waited too long for a place")
 
-    def _alone(self) -> bool:
-        """Whether no decode worker could take anything, however long one waits."""
-        return not any(view.status.accepting for view in self.state.placement.of(Role.DECODE))
+    def _nobody_for(self, waited_s: float, now: float) -> bool:
+        """Whether whoever has waited that long waits for nobody: there has been no decode worker to
+        take anything for ``recovery_ms``, and not for want of the ledger."""
+        since = self.alone_since
+        return (
+            since is not None and min(waited_s, now - since) * 1000 > self.state.limits.recovery_ms
+        )
+
+    def _note_alone(self, now: float) -> None:
+        decodes = self.state.placement.of(Role.DECODE)
+        held = self.state.lease is LeaseState.HELD
+        if not held or any(view.status.accepting for view in decodes):
+            self.alone_since = None
+        elif self.alone_since is None:
+            self.alone_since = now
 
     # --- looking in ---------------------------------------------------------------------------
 

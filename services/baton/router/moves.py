@@ -69,7 +69,8 @@ class Moves:
         self.keeping.pop(entry.spec.request_id, None)
         self.offered.pop(entry.spec.request_id, None)
         if keeper is not None:
-            released = CancelWork(entry.spec.request_id, entry.epoch, Reason.SUPERSEDED)
+            request_id, epoch, turn = entry.spec.request_id, entry.epoch, entry.turn
+            released = CancelWork(request_id, epoch, Reason.SUPERSEDED, turn)
             self.state.send(keeper, released)
 
     def lost(self, peer: Peer) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import msgspec
+
 from baton.core.ids import Peer, Role
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
 from baton.router.entry import AFFINITY_BLOCK_TOKENS, Entry
-from baton.wire.messages import WorkerStatus
+from baton.wire.messages import RequestSpec, WorkerStatus
 
 #: Prefix names remembered, over all workers; the oldest are forgotten.
 AFFINITY_NAMES_MAX = 65_536
@@ -91,6 +93,21 @@ class Placement:
     def largest_tokens(self) -> int:
         """Tokens of the largest arena known, 0 if none is."""
         return max((view.capacity_tokens for view in self.of(Role.DECODE)), default=0)
+
+    def fitted(self, spec: RequestSpec) -> RequestSpec:
+        """Return ``spec``, cut to what the largest arena holds if it has no limit of its own."""
+        room = self.largest_tokens() - spec.prompt_tokens
+        if not spec.open_ended or room < 1 or spec.max_tokens <= room:
+            return spec
+        return msgspec.structs.replace(spec, max_tokens=room)
+
+    def too_long(self, spec: RequestSpec) -> str | None:
+        """Say why no arena that is there holds ``spec``, if it is so."""
+        largest = self.largest_tokens()
+        needed = spec.prompt_tokens + (1 if spec.open_ended else spec.max_tokens)
+        if not largest or needed <= largest:
+            return None
+        return f"prompt and answer need {needed} tokens, the largest arena holds {largest}"
 
     def forget(self, peer: Peer) -> None:
         """A worker is gone, and its prefixes with it: affinity names incarnations."""

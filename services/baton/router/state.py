@@ -5,6 +5,7 @@ Decides nothing but how long a refused client should wait.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from baton.core.ids import Peer
@@ -31,6 +32,8 @@ class State:
     queue: WaitingQueue = field(default_factory=WaitingQueue)
     gateways: set[Peer] = field(default_factory=set)
     lease: LeaseState = LeaseState.VACANT
+    since: float = math.inf
+    """When the lease was held for the first time: workers need a moment to open their links."""
     draining: bool = False
     commands: list[object] = field(default_factory=list)
     queue_s: float = 0.0
@@ -52,6 +55,10 @@ class State:
 
     def of_gateway(self, gateway: Peer) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.spec.gateway == gateway]
+
+    def starting(self, now: float) -> bool:
+        """Whether workers may still be about to open their links to this router."""
+        return (now - self.since) * 1000 < self.limits.lease_ttl_ms
 
     def retry_after_ms(self, reason: Reason) -> int:
         if reason is Reason.TOO_LONG:

@@ -58,6 +58,12 @@ class Verdicts:
         entry.verdict = verdict
         self.state.send(entry.spec.gateway, verdict)
 
+    def ended_already(self, entry: Entry, now: float, epoch: int, outcome: Outcome) -> None:
+        """The ledger knows its end, by whoever found its gateway away: that gateway must hear."""
+        self.state.note("already_ended", entry, ending=outcome.ending)
+        epoch = max(epoch, entry.epoch + (entry.phase in (Phase.FENCING, Phase.RETRYING)))
+        self._close(entry, RequestFailed(entry.spec.request_id, epoch, outcome), now)
+
     def ended(self, request_id: str, outcome: Outcome) -> None:
         entry = self.state.entries.get(request_id)
         if entry is None:
@@ -83,9 +89,11 @@ class Verdicts:
             return
         for peer in (entry.decode, entry.prefill):
             if peer is not None:
-                self.state.send(peer, CancelWork(entry.spec.request_id, entry.epoch, reason))
+                message = CancelWork(entry.spec.request_id, entry.epoch, reason, entry.turn)
+                self.state.send(peer, message)
 
     def forget(self, entry: Entry) -> None:
+        """Nothing is known of it here any more."""
         self.state.queue.remove(entry)
         self.moves.settled(entry)
         self.state.entries.pop(entry.spec.request_id, None)

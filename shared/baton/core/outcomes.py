@@ -47,6 +47,8 @@ class Reason(StrEnum):
     KV_MISSING = "kv_missing"
     """The KV that was said to be there is not: more is left to compute than decode takes on."""
     STALE_EPOCH = "stale_epoch"
+    UNKNOWN_ATTEMPT = "unknown_attempt"
+    """The worker never heard of it, or it ended there while nobody could be told."""
     # failures
     WORKER_LOST = "worker_lost"
     ATTEMPTS_EXHAUSTED = "attempts_exhausted"

@@ -23,8 +23,9 @@ key                   type   holds
                              request, scored by the time when the record itself would expire
 ===================== ====== =======================================================================
 
-Fields of a request: ``state``, ``epoch``, ``attempts``; the peers ``router``, ``gateway``,
-``decode``, ``prefill`` ("" where nobody); ``spec`` (RequestSpec, msgpack); ``expires_at``;
+Fields of a request: ``state``, ``epoch``, ``attempts``, ``failures``; the peers ``router`` (with
+its ``turn``), ``gateway``, ``decode``, ``prefill`` ("" where nobody); ``spec`` (RequestSpec,
+msgpack); ``expires_at``;
 ``op:<op id>`` -> state and attempts that op was answered with, of the current epoch only (a retry
 drops the old ones and keeps its own); ``outcome`` (msgpack) and ``ended_by`` once terminal.
 

@@ -24,6 +24,8 @@ from baton.ledger.resp import RespReply, append_words
 from baton.ports.ledger import (
     AcquireLease,
     AdmitRequest,
+    Adopted,
+    AdoptRequest,
     AdvanceRequest,
     AnyOp,
     ClaimResumable,
@@ -41,12 +43,14 @@ from baton.ports.ledger import (
     RenewLease,
     Repeated,
     Reply,
+    RequestOp,
     Resumable,
     RetryRequest,
     op_id,
     sources_of,
     target_of,
 )
+from baton.wire.messages import RequestSpec
 
 #: A replaced incarnation that was frozen must find its seat taken when it thaws.
 SEAT_TTL_MS = 3_600_000
@@ -57,6 +61,7 @@ _SCRIPTS: tuple[tuple[type[AnyOp], str, str], ...] = (
     (RenewLease, "lease_prelude", "renew_lease"),
     (ReleaseLease, "lease_prelude", "release_lease"),
     (AdmitRequest, "request_prelude", "admit_request"),
+    (AdoptRequest, "request_prelude", "adopt_request"),
     (PlaceRequest, "request_prelude", "place_request"),
     (AdvanceRequest, "request_prelude", "advance_request"),
     (RetryRequest, "request_prelude", "retry_request"),
@@ -72,7 +77,6 @@ _strings_decoder = msgspec.msgpack.Decoder(tuple[str, ...])
 _member_decoder = msgspec.msgpack.Decoder(Member)
 
 Word = bytes | str | int
-RequestOp = AdmitRequest | PlaceRequest | AdvanceRequest | RetryRequest | EndRequest
 
 
 class Script:
@@ -126,16 +130,21 @@ class Scribe:
             case ReleaseLease(peer=peer):
                 return self._lease(peer, self._limits.lease_ttl_ms, (peer.incarnation,))
             case AdmitRequest(spec=spec, router=router):
-                backstop_ms = spec.deadline_ms + self._limits.terminal_ttl_ms
-                own = (str(router), str(spec.gateway), _encode(spec), backstop_ms)
+                own = (str(router), str(spec.gateway), _encode(spec), self._backstop_ms(spec))
                 return self._request(op, spec.request_id, 1, "", own)
+            case AdoptRequest(spec=spec, router=router, turn=turn):
+                workers = (str(op.decode or ""), str(op.prefill or ""))
+                own = (str(router), turn, str(spec.gateway), _encode(spec), *workers)
+                own = (*own, self._backstop_ms(spec))
+                return self._request(op, spec.request_id, op.epoch, "", own)
             case PlaceRequest(router=router, decode=decode, prefill=prefill):
                 own = (str(router), str(decode), str(prefill or ""))
                 return self._request(op, op.request_id, op.epoch, op_id(op), own)
             case AdvanceRequest(by=by):
                 return self._request(op, op.request_id, op.epoch, op_id(op), (str(by),))
-            case RetryRequest(router=router):
-                return self._request(op, op.request_id, op.epoch, op_id(op), (str(router),))
+            case RetryRequest(router=router, failures=failures):
+                own = (str(router), failures)
+                return self._request(op, op.request_id, op.epoch, op_id(op), own)
             case EndRequest(outcome=outcome, by=by):
                 own = (str(by), _encode(outcome), self._limits.terminal_ttl_ms)
                 return self._request(op, op.request_id, op.epoch, "", own)
@@ -157,6 +166,9 @@ class Scribe:
         self, resumable_id: str, repeat: str, own: Sequence[Word]
     ) -> tuple[Sequence[Word], Sequence[Word]]:
         return (self.keys.resumable(resumable_id), self.keys.repeat(repeat)), (resumable_id, *own)
+
+    def _backstop_ms(self, spec: RequestSpec) -> int:
+        return spec.deadline_ms + self._limits.terminal_ttl_ms
 
     def _lease(
         self, peer: Peer, ttl_ms: int, own: Sequence[Word]
@@ -214,6 +226,9 @@ def _read(reply: RespReply) -> Reply:
     match reply:
         case [b"done", int(epoch), state, int(attempts)]:
             return Done(epoch, RequestState(_text(state)), attempts)
+        case [b"adopted", int(epoch), state, int(attempts), int(failures), decode, prefill]:
+            workers = _peer(decode), _peer(prefill)
+            return Adopted(epoch, RequestState(_text(state)), attempts, failures, *workers)
         case [b"conflict"]:
             return Conflict(0, None)
         case [b"conflict", int(epoch), state, bytes(outcome)]:

@@ -69,6 +69,25 @@ class AdmitRequest(Op, frozen=True):
     router: Peer
 
 
+class AdoptRequest(Op, frozen=True):
+    """A live record changes its router (and, if the spec names another, its gateway), and nothing
+    else: answered with :class:`Adopted`, what the record says.
+
+    ``turn`` orders routers: the gateway raises it each time it gives the request to another one. A
+    record that has seen a higher turn, or this turn by another router, answers :class:`Conflict`.
+
+    Where there is no record, or one with a lower epoch (the ledger was emptied, or lost writes),
+    it becomes what the caller knows: ``epoch``, placed at ``decode`` and ``prefill`` if there is a
+    decode, admitted if not. So an epoch never goes back."""
+
+    spec: RequestSpec
+    router: Peer
+    turn: int
+    epoch: int
+    decode: Peer | None = None
+    prefill: Peer | None = None
+
+
 class PlaceRequest(Op, frozen=True):
     """ADMITTED -> PLACED; counts the attempt before work starts. Only by the record's router; to
     place again (refused by decode, pre-empted) :class:`RetryRequest` comes first."""
@@ -91,15 +110,18 @@ class AdvanceRequest(Op, frozen=True):
 
 
 class RetryRequest(Op, frozen=True):
-    """Any live state at ``epoch`` -> ADMITTED at ``epoch + 1``: its owner is lost."""
+    """Any live state at ``epoch`` -> ADMITTED at ``epoch + 1``: its owner is lost. Only by the
+    record's router. ``failures`` is kept for whoever adopts the request later."""
 
     request_id: str
     epoch: int
     router: Peer
+    failures: int = 0
 
 
 class EndRequest(Op, frozen=True):
-    """To the terminal state of ``outcome``: the one compare-and-set that ends a request."""
+    """To the terminal state of ``outcome``: the one compare-and-set that ends a request. Only by
+    one of the record's owners: gateway, router, decode, prefill."""
 
     request_id: str
     epoch: int
@@ -182,11 +204,16 @@ def op_id(op: PlaceRequest | AdvanceRequest | RetryRequest) -> str:
 ADVANCES = frozenset({R.PREFILLING, R.COMMITTED, R.DECODING})
 
 
-def target_of(op: AdmitRequest | PlaceRequest | AdvanceRequest | RetryRequest | EndRequest) -> R:
-    """Return the state that ``op`` moves a request to."""
+RequestOp = AdmitRequest | AdoptRequest | PlaceRequest | AdvanceRequest | RetryRequest | EndRequest
+
+
+def target_of(op: RequestOp) -> R:
+    """Return the state that ``op`` moves a request to (an adoption: if it makes the record)."""
     match op:
         case AdmitRequest() | RetryRequest():
             return R.ADMITTED
+        case AdoptRequest(decode=decode):
+            return R.ADMITTED if decode is None else R.PLACED
         case PlaceRequest():
             return R.PLACED
         case AdvanceRequest(state=state):
@@ -197,9 +224,7 @@ def target_of(op: AdmitRequest | PlaceRequest | AdvanceRequest | RetryRequest | 
             assert_never(op)
 
 
-def sources_of(
-    op: AdmitRequest | PlaceRequest | AdvanceRequest | RetryRequest | EndRequest,
-) -> frozenset[RequestState]:
+def sources_of(op: RequestOp) -> frozenset[RequestState]:
     """Return the states from which ``op`` may move a request: REQUEST_MOVES, and for this op."""
     target = target_of(op)
     legal = frozenset(source for source, moves in REQUEST_MOVES.items() if target in moves)
@@ -217,11 +242,7 @@ AnyOp = (
     AcquireLease
     | RenewLease
     | ReleaseLease
-    | AdmitRequest
-    | PlaceRequest
-    | AdvanceRequest
-    | RetryRequest
-    | EndRequest
+    | RequestOp
     | OpenResumable
     | ClaimResumable
     | CloseResumable
@@ -255,6 +276,19 @@ class Done:
     epoch: int
     state: RequestState
     attempts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The record is this router's; this is what it says."""
+
+    epoch: int
+    state: RequestState
+    attempts: int
+    failures: int
+    """Attempts in a row that failed without progress, when it was last retried."""
+    decode: Peer | None
+    prefill: Peer | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +346,7 @@ class Conflict:
     outcome: Outcome | None = None
 
 
-Reply = LeaseHeld | LeaseLost | Done | Conflict | Resumable | Repeated | Denied
+Reply = LeaseHeld | LeaseLost | Done | Adopted | Conflict | Resumable | Repeated | Denied
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ class PeerLost:
     reason: str
     gone: bool = False
     """This incarnation will not come back: it died, said goodbye, or was replaced."""
+    lives: bool = False
+    """The other side ended the link or opened it anew: it was us that it could not hear."""
 
 
 @dataclass(frozen=True, slots=True)

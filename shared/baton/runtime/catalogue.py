@@ -77,7 +77,7 @@ LINK_EVENTS = _values(
         *("endpoint_bound_again", "watchdog_rescued"),
     )
 )
-STALE = _values(("epoch", "incarnation", "index", "unknown"))
+STALE = _values(("epoch", "incarnation", "index", "turn", "unknown"))
 #: Copied from another decode worker's arena, found in the own one after a restart, its prompt
 #: computed again by prefill, or by decode itself.
 WAYS = _values(("import", "take_over", "prefill", "local"))
@@ -114,6 +114,7 @@ _ALL = (
     ),
     _counter("requests_refused_total", "Requests refused before any work.", reason=REASONS),
     _counter("requests_admitted_total", "Requests taken in by a router."),
+    _counter("requests_adopted_total", "Requests taken over from another router."),
     _counter("attempts_total", "Placements, the first of each request included."),
     _counter("attempts_failed_total", "Placements that gave no result.", reason=REASONS),
     _counter("preemptions_total", "Sequences put back to free blocks for others."),

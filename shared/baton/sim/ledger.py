@@ -20,6 +20,8 @@ from baton.core.outcomes import Outcome
 from baton.ports.ledger import (
     AcquireLease,
     AdmitRequest,
+    Adopted,
+    AdoptRequest,
     AdvanceRequest,
     AnyOp,
     ClaimResumable,
@@ -57,7 +59,10 @@ class Record:
     expires_at: int
     state: RequestState = RequestState.ADMITTED
     epoch: int = 1
+    turn: int = 1
+    """Of its router."""
     attempts: int = 0
+    failures: int = 0
     decode: Peer | None = None
     prefill: Peer | None = None
     outcome: Outcome | None = None
@@ -75,6 +80,11 @@ class Record:
 
     def done(self) -> Done:
         return Done(self.epoch, self.state, self.attempts)
+
+    def adopted(self) -> Adopted:
+        return Adopted(
+            self.epoch, self.state, self.attempts, self.failures, self.decode, self.prefill
+        )
 
     def conflict(self) -> Conflict:
         return Conflict(self.epoch, self.state, self.outcome)
@@ -113,6 +123,8 @@ class LedgerModel:
                 return self._lease(op, now_ms)
             case AdmitRequest():
                 return self._admit(op, now_ms)
+            case AdoptRequest():
+                return self._adopt(op, now_ms)
             case PlaceRequest() | AdvanceRequest() | RetryRequest() | EndRequest():
                 record = self.records.get(op.request_id)
                 return Conflict(0, None) if record is None else self._move(op, record, now_ms)
@@ -190,13 +202,31 @@ class LedgerModel:
     def _admit(self, op: AdmitRequest, now: int) -> Reply:
         record = self.records.get(op.spec.request_id)
         if record is None:
-            expires_at = now + op.spec.deadline_ms + self._limits.terminal_ttl_ms
-            record = Record(op.spec, op.router, expires_at)
-            self.records[op.spec.request_id] = record
-            return record.done()
+            return self._create(op.spec, op.router, now).done()
         if record.outcome is not None or record.router != op.router:
             return record.conflict()
         return record.done()
+
+    def _create(self, spec: RequestSpec, router: Peer, now: int) -> Record:
+        expires_at = now + spec.deadline_ms + self._limits.terminal_ttl_ms
+        record = self.records[spec.request_id] = Record(spec, router, expires_at)
+        return record
+
+    def _adopt(self, op: AdoptRequest, now: int) -> Reply:
+        record = self.records.get(op.spec.request_id)
+        if record is None:
+            record = self._create(op.spec, op.router, now)
+            record.epoch, record.turn = -1, 0
+        another = op.turn == record.turn and op.router != record.router
+        if record.outcome is not None or op.turn < record.turn or another:
+            return record.conflict()
+        record.router, record.turn, record.spec = op.router, op.turn, op.spec
+        if record.epoch < op.epoch:
+            record.answers.clear()
+            record.epoch, record.state = op.epoch, target_of(op)
+            record.decode, record.prefill = op.decode, op.prefill
+            record.attempts += op.decode is not None
+        return record.adopted()
 
     def _move(
         self,
@@ -214,11 +244,11 @@ class LedgerModel:
             case RetryRequest():
                 if answered is not None and record.epoch == op.epoch + 1:
                     return answered
-                if record.epoch != op.epoch or not legal:
+                if record.epoch != op.epoch or record.router != op.router or not legal:
                     return record.conflict()
                 record.answers.clear()
                 record.state, record.epoch = RequestState.ADMITTED, op.epoch + 1
-                record.router, record.decode, record.prefill = op.router, None, None
+                record.failures, record.decode, record.prefill = op.failures, None, None
             case PlaceRequest():
                 if record.epoch != op.epoch:
                     return record.conflict()
@@ -246,7 +276,8 @@ class LedgerModel:
     def _end(self, op: EndRequest, record: Record, now: int) -> Reply:
         if (record.epoch, record.outcome, record.ended_by) == (op.epoch, op.outcome, op.by):
             return record.done()
-        if record.epoch != op.epoch or record.state not in sources_of(op):
+        legal = op.by in record.owners and record.state in sources_of(op)
+        if record.epoch != op.epoch or not legal:
             return record.conflict()
         record.state, record.outcome, record.ended_by = target_of(op), op.outcome, op.by
         record.expires_at = now + self._limits.terminal_ttl_ms

@@ -251,7 +251,7 @@ class Switchboard:
             return self._on_hello_while_dialling(line, member, frame, now)
         if frame.link <= line.number:
             return self._on_hello_again(line, route, frame, now)
-        lost = self._lose(line, "opened anew by the other side")
+        lost = self._lose(line, "opened anew by the other side", lives=True)
         return [*lost, *self._accept(member, route, frame.link, now)]
 
     def _on_hello_while_dialling(
@@ -319,7 +319,7 @@ class Switchboard:
             return [Count("frame_no_link")]
         gone = refusal.code in (RefusalCode.STALE, RefusalCode.ENDED)
         if gone or line.state is LineState.UP or refusal.code == RefusalCode.OVER:
-            return self._lose(line, refusal.text, gone=gone)
+            return self._lose(line, refusal.text, gone=gone, lives=not gone)
         return self._refuse(line, refusal.text, now)
 
     def _misfit(self, member: Member) -> str:
@@ -362,7 +362,13 @@ class Switchboard:
         return [] if line is None else self._lose(line, "died", gone=True)
 
     def _lose(
-        self, line: Line, reason: str, *, gone: bool = False, tell: bool = False
+        self,
+        line: Line,
+        reason: str,
+        *,
+        gone: bool = False,
+        tell: bool = False,
+        lives: bool = False,
     ) -> list[Effect]:
         """The link (or the dial) is over for a reason of its own; ``tell`` the other side."""
         effects: list[Effect] = []
@@ -372,7 +378,7 @@ class Switchboard:
             ended = Frame(Kind.ACK, line.peer.incarnation, me, line.number)
             effects.append(self._refusal(line.route, ended, RefusalCode.OVER, text))
         effects += self._drop(line, reason, gone=gone)
-        return [*effects, Emit(PeerLost(line.peer, reason, gone), line)]
+        return [*effects, Emit(PeerLost(line.peer, reason, gone, lives), line)]
 
     def _drop(self, line: Line, reason: str, *, gone: bool, goodbye: bool = False) -> list[Effect]:
         past = self._past_of(line.peer)

@@ -25,6 +25,8 @@ from baton.core.sampling import SamplingParams
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Epoch = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Turn = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+"""Orders the routers of a request: its gateway raises it with each one it gives the request to."""
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 BlockNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Generation = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -89,9 +91,22 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SubmitRequest(Message, frozen=True):
-    """gateway -> router: take this request in. Repeating it is harmless (create-or-return)."""
+    """gateway -> router: take this request in, or over from the router that had it. Repeating it
+    is harmless (create-or-return)."""
 
     spec: RequestSpec
+    turn: Turn = 1
+    begun: bool = False
+    """Whether the gateway has heard of an attempt; the fields below say what it knows of it."""
+    epoch: Epoch = 1
+    """The gateway refuses what is lower."""
+    decode: Peer | None = None
+    """Who works on it in that epoch."""
+    prefill: Peer | None = None
+    decode_lost: bool = False
+    """The gateway has no link to ``decode``."""
+    age_ms: Milliseconds = 0
+    """Since its client asked: deadlines count from there."""
 
 
 class RequestPlaced(Message, frozen=True):
@@ -129,6 +144,14 @@ class PoolStatus(Message, frozen=True):
     reason: Reason | None = None
     """What is missing, if not."""
     message: str = ""
+
+
+class RequestMoved(Message, frozen=True):
+    """gateway -> router: another router has it since ``turn``; whatever you say of it does not
+    count any more. Forget it, and leave its workers alone."""
+
+    request_id: RequestId
+    turn: Turn
 
 
 class FenceRequest(Message, frozen=True):
@@ -172,6 +195,8 @@ class ReserveDecode(Message, frozen=True):
     source: WorkerId = ""
     """Worker whose arena has this request's KV, found there by the blocks' names; empty: none is
     known. The receiver's own ``worker_id`` says: your KV is there."""
+    turn: Turn = 1
+    """Of the sending router; the worker obeys no lower one from then on."""
 
     def __post_init__(self) -> None:
         _check_ids(self.output)
@@ -193,6 +218,7 @@ class AssignPrefill(Message, frozen=True):
     epoch: Epoch
     decode: Peer
     output: bytes = b""
+    turn: Turn = 1
 
     def __post_init__(self) -> None:
         _check_ids(self.output)
@@ -229,13 +255,26 @@ class MoveOffered(Message, frozen=True):
 
 
 class CancelWork(Message, frozen=True):
-    """router -> worker: drop this attempt (any epoch <= ``epoch``) and release what it holds.
+    """router -> worker: drop this attempt (any epoch <= ``epoch``) and release what it holds. Not
+    obeyed from a router with a lower turn than the worker has heard of.
 
     With ``Reason.MOVED`` decode only stops it: its blocks are kept until the next one."""
 
     request_id: RequestId
     epoch: Epoch
     reason: Reason
+    turn: Turn = 1
+
+
+class WorkAdopted(Message, frozen=True):
+    """router -> decode and prefill: this attempt is mine since ``turn``; report to me.
+
+    Decode answers with :class:`DecodeReserved`, or with :class:`WorkFailed` if it has no such
+    attempt. Prefill, which forgets what it has handed over, answers nothing."""
+
+    request_id: RequestId
+    epoch: Epoch
+    turn: Turn
 
 
 class WorkerStatus(Message, frozen=True):
@@ -421,6 +460,7 @@ AnyMessage = (
     | RequestRefused
     | RequestFailed
     | PoolStatus
+    | RequestMoved
     | FenceRequest
     | RequestFenced
     | RequestEnded
@@ -431,6 +471,7 @@ AnyMessage = (
     | WorkFailed
     | MoveOffered
     | CancelWork
+    | WorkAdopted
     | WorkerStatus
     | ArenaOffered
     | ArenaMapped

@@ -11,10 +11,10 @@ if record.state then
   return done(record.epoch, record.state, record.attempts)
 end
 
-local time = redis.call('TIME')
-record.expires_at = time[1] * 1000 + math.floor(time[2] / 1000) + backstop_ms
+record.expires_at = expires_in(backstop_ms)
 redis.call('HSET', request, 'state', target, 'epoch', epoch, 'attempts', 0, 'router', router,
-  'gateway', gateway, 'decode', '', 'prefill', '', 'expires_at', record.expires_at, 'spec', spec)
+  'turn', 1, 'failures', 0, 'gateway', gateway, 'decode', '', 'prefill', '',
+  'expires_at', record.expires_at, 'spec', spec)
 redis.call('PEXPIREAT', request, record.expires_at)
 add_owner(router)
 add_owner(gateway)

@@ -1,4 +1,5 @@
--- EndRequest: the one compare-and-set that makes a request terminal.
+-- EndRequest: the one compare-and-set that makes a request terminal. Only owners end it: a router
+-- that was superseded, or a worker of an attempt that is over, has no say.
 -- ARGV[5] target state, ARGV[6] who ends it, ARGV[7] outcome bytes, ARGV[8] terminal_ttl_ms
 
 local target, by, outcome, terminal_ttl = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
@@ -6,7 +7,9 @@ local target, by, outcome, terminal_ttl = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 if record.epoch == epoch and record.outcome == outcome and record.ended_by == by then
   return done(epoch, record.state, record.attempts)
 end
-if record.epoch ~= epoch or not may_become_target() then
+local owns = by == record.router or by == record.gateway or by == record.decode
+  or by == record.prefill
+if record.epoch ~= epoch or not owns or not may_become_target() then
   return conflict()
 end
 -- First what is allowed when memory is full (see begin_writing): an end must always be possible.

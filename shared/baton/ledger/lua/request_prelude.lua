@@ -7,17 +7,18 @@
 -- move is legal (" a b "), from baton.core.lifecycles, the only table of moves
 --
 -- Reply: "done", epoch, state, attempts | "conflict", epoch, state, outcome bytes ("" if not
---        terminal) | "conflict" (no such record)
+--        terminal) | "conflict" (no such record) | "adopted", see adopt_request.lua
 
 local request, owners = KEYS[1], KEYS[2]
 local request_id, epoch, op, sources = ARGV[1], tonumber(ARGV[2]), 'op:' .. ARGV[3], ARGV[4]
 
 local fields = redis.call('HMGET', request, 'state', 'epoch', 'attempts', 'router', 'gateway',
-  'decode', 'prefill', 'expires_at', 'outcome', 'ended_by', op)
+  'decode', 'prefill', 'expires_at', 'outcome', 'ended_by', 'turn', 'failures', op)
 local record = {
   state = fields[1], epoch = tonumber(fields[2] or '0'), attempts = tonumber(fields[3] or '0'),
   router = fields[4], gateway = fields[5], decode = fields[6], prefill = fields[7],
-  expires_at = fields[8], outcome = fields[9], ended_by = fields[10], op = fields[11],
+  expires_at = fields[8], outcome = fields[9], ended_by = fields[10],
+  turn = tonumber(fields[11] or '0'), failures = tonumber(fields[12] or '0'), op = fields[13],
 }
 
 local function done(at_epoch, state, attempts)
@@ -49,6 +50,21 @@ end
 -- follow. So a request that was admitted can still be placed, advance and end.
 local function begin_writing()
   redis.call('PEXPIREAT', request, record.expires_at)
+end
+
+-- When a record that begins now goes if nobody ends it.
+local function expires_in(milliseconds)
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000) + milliseconds
+end
+
+-- The answers of an epoch that is over are nobody's any more.
+local function forget_answers()
+  for _, name in ipairs(redis.call('HKEYS', request)) do
+    if string.sub(name, 1, 3) == 'op:' then
+      redis.call('HDEL', request, name)
+    end
+  end
 end
 
 local function add_owner(peer)
