@@ -133,7 +133,8 @@ class Scribe:
                 own = (str(router), str(spec.gateway), _encode(spec), self._backstop_ms(spec))
                 return self._request(op, spec.request_id, 1, "", own)
             case AdoptRequest(spec=spec, router=router, turn=turn):
-                workers = (str(op.decode or ""), str(op.prefill or ""))
+                placed = op.decode is not None
+                workers = (str(op.decode or ""), str(op.prefill or "") if placed else "")
                 own = (str(router), turn, str(spec.gateway), _encode(spec), *workers)
                 own = (*own, self._backstop_ms(spec))
                 return self._request(op, spec.request_id, op.epoch, "", own)

@@ -224,8 +224,9 @@ class LedgerModel:
         if record.epoch < op.epoch:
             record.answers.clear()
             record.epoch, record.state = op.epoch, target_of(op)
-            record.decode, record.prefill = op.decode, op.prefill
-            record.attempts += op.decode is not None
+            placed = op.decode is not None
+            record.decode, record.prefill = op.decode, op.prefill if placed else None
+            record.attempts += placed
         return record.adopted()
 
     def _move(
