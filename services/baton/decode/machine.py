@@ -14,7 +14,7 @@ from typing import assert_never
 
 from baton.core.beacon import Beacon
 from baton.core.blocks import BlockPool
-from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
 from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
@@ -36,7 +36,7 @@ from baton.decode.scheduler import Scheduler
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
 from baton.decode.takeover import TakenOver
-from baton.ports.driving import CallLedger, Exit, LedgerAnswered
+from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, LedgerAnswered
 from baton.ports.ledger import AdvanceRequest, EndRequest, Unavailable
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.wire.holdings import Holdings
@@ -62,6 +62,7 @@ Event = (
     TimePassed
     | LeaseChanged
     | DrainRequested
+    | RestartRequested
     | PeerUp
     | PeerLost
     | PeerRefused
@@ -105,6 +106,8 @@ class DecodeMachine:
         self.output = Output(self.state)
         self.departure = Departure(self.state)
         self.exited = False
+        self.leaving = False
+        """A successor takes the memory over."""
         self.arrivals = 0
         self.placements = 0
         """Heard of, taken in or not: a router counts each as load until the next status."""
@@ -170,6 +173,8 @@ class DecodeMachine:
                 self.beacon.forget()
             case DrainRequested():
                 self._drain(now)
+            case RestartRequested():
+                self._leave()
             case LedgerAnswered(op, reply):
                 if isinstance(op, EndRequest) and isinstance(reply, Unavailable):
                     self.state.note("end_not_recorded", request_id=op.request_id, level="warning")
@@ -506,10 +511,22 @@ class DecodeMachine:
                 self.state.work_failed(seq, Reason.DRAINING, "this worker is shutting down")
         self._exit_drained()
 
+    def _leave(self) -> None:
+        """Stop where we are: the successor takes the memory over and goes on with every sequence.
+
+        What is sent as the end of the step in flight, if there is one, is the last.
+        """
+        self.leaving = self.state.draining = True
+        self.beacon.forget()
+        self.state.note("leaving", sequences=len(self.state.sequences))
+
     def _exit_drained(self) -> None:
+        self._exit(0, "drained")
+
+    def _exit(self, code: int, reason: str) -> None:
         if not self.exited:
             self.exited = True
-            self.state.emit(Exit(0, "drained"))
+            self.state.emit(Exit(code, reason))
 
     def _tick(self, now: float) -> None:
         self.handover.tick(now)
@@ -531,10 +548,14 @@ class DecodeMachine:
 
     def _after(self, now: float) -> None:
         """What every event ends with: next step, tokens out, status, exit when drained."""
-        self.scheduler.start_step(now)
+        if not self.leaving:
+            self.scheduler.start_step(now)
         self.output.flush()
         self.state.flush_marks()
         self._report(now)
+        if self.leaving and self.scheduler.step_since is None:
+            self._exit(EXIT_RESTART, "restart")
+            return
         self.departure.offer()
         held = self.state.sequences or self.handover.tickets or self.imports.running
         if self.state.draining and not held and self.scheduler.step_since is None:

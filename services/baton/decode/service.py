@@ -64,7 +64,7 @@ def build(context: Context) -> Service:
             # A thread that hangs in native code may still store: then the mapping stays until the
             # process ends, and the next start reclaims the file.
             engine.detach(arena.ref.file_id)
-            arena.close(unlink=True)
+            arena.close(unlink=not machine.leaving)
 
     def run(command: RunStep) -> None:
         steps.submit(lambda: run_step(engine, arena, command, context.clock))

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import assert_never
 
-from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
@@ -27,14 +27,16 @@ from baton.gateway.session import Phase, Session
 from baton.gateway.state import State, measure_end
 from baton.gateway.vocabulary import (
     ClientGone,
+    ClientsLeft,
     Command,
     End,
     Event,
+    LeaveClients,
     ReportsWanted,
     StopMatched,
     Submitted,
 )
-from baton.ports.driving import Exit, LedgerAnswered, Note
+from baton.ports.driving import EXIT_RESTART, Exit, LedgerAnswered, Note
 from baton.ports.ledger import EndRequest
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.wire.holdings import HeldRequest, Holdings
@@ -52,11 +54,19 @@ from baton.wire.messages import (
 class GatewayMachine:
     """A :class:`baton.core.machine.Machine` for :data:`Event` and :data:`Command`."""
 
-    def __init__(self, me: Peer, limits: Limits, mode: Mode = "split") -> None:
+    def __init__(
+        self, me: Peer, limits: Limits, mode: Mode = "split", *, shares_socket: bool = False
+    ) -> None:
+        """``shares_socket``: others take the connections that this gateway does not take."""
         self.state = State(me, limits, Links(mode), Endings(me))
         self.attempts = Attempts(self.state)
         self.delivery = Delivery(self.state)
         self._reports = Reports()
+        self._shares_socket = shares_socket
+        self._leaving = False
+        """Others take new connections; what came before is still served."""
+        self._clients_left = False
+        self._exit_code = 0
         self._exited = False
 
     # --- the Machine protocol -------------------------------------------------------------------
@@ -64,7 +74,7 @@ class GatewayMachine:
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; return what is to be done, in order."""
         commands = self._handle(event, now)
-        if self.state.drain_due is not None:
+        if self.draining:
             commands += self._drained(now)
         return commands
 
@@ -121,7 +131,15 @@ class GatewayMachine:
             case DrainRequested():
                 if self.state.drain_due is None:
                     self.state.drain_due = now + self.state.limits.drain_ms / 1000
-                return [Note("draining", {"sessions": len(self.state.sessions)})]
+                self._exit_code = 0
+                return self._leave(for_others=self._shares_socket)
+            case RestartRequested():
+                # Without a limit of its own: every request has a deadline.
+                self._exit_code = EXIT_RESTART
+                return self._leave(for_others=True)
+            case ClientsLeft():
+                self._clients_left = True
+                return []
             case _:
                 assert_never(event)
 
@@ -138,7 +156,7 @@ class GatewayMachine:
     @property
     def draining(self) -> bool:
         """Whether nothing new is taken any more."""
-        return self.state.drain_due is not None
+        return self._leaving or self.state.drain_due is not None
 
     def status(self) -> dict[str, object]:
         """Describe this gateway for people; JSON-ready, no prompt, no ids of tokens."""
@@ -208,7 +226,7 @@ class GatewayMachine:
 
     def _refusal(self) -> tuple[Reason, str] | None:
         """Why a new request is not even tried. Missing workers are the router's to judge."""
-        if self.draining:
+        if self.draining and not self._leaving:
             return Reason.DRAINING, "the gateway is shutting down"
         if self.state.lease in (LeaseState.SUSPECT, LeaseState.LOST):
             return Reason.LEDGER_UNAVAILABLE, "the ledger cannot be reached"
@@ -304,11 +322,20 @@ class GatewayMachine:
         state.schedule(session)
         return commands
 
+    def _leave(self, *, for_others: bool) -> list[Command]:
+        commands: list[Command] = [Note("draining", {"sessions": len(self.state.sessions)})]
+        if for_others and not self._leaving:
+            self._leaving = True
+            commands.append(LeaveClients())
+        return commands
+
     def _drained(self, now: float) -> list[Command]:
         state = self.state
-        assert state.drain_due is not None
         quiet = not state.sessions and not state.endings.waiting
-        if self._exited or not (quiet or now >= state.drain_due):
+        if self._leaving:
+            quiet = quiet and self._clients_left
+        due = state.drain_due is not None and now >= state.drain_due
+        if self._exited or not (quiet or due):
             return []
         self._exited = True
-        return [Exit(0, "drained")]
+        return [Exit(self._exit_code, "drained")]

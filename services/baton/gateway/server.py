@@ -11,7 +11,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import httptools
@@ -29,6 +29,8 @@ IDLE_S = 75
 #: A client that takes longer than this from its connection, or from the end of an answer, until its
 #: next request is complete but for the body is cut: half a request must not hold a connection.
 HEAD_READ_S = 30.0
+#: The same when the gateway leaves: a client that has just connected may still ask.
+LEAVING_READ_S = 2.0
 #: Bytes of one request that are not its body; more are answered with 431.
 HEAD_BYTES_MAX = 128 * 1024
 #: How many bytes of chunk sizes and extensions each byte of a body may come with.
@@ -119,6 +121,8 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
                 self.scope["method"] = self.parser.get_method().decode("ascii")
             else:
                 super().on_headers_complete()
+                if serving.leaving:
+                    self.cycle.keep_alive = False
                 if 0 < len(self.pipeline) <= PIPELINED_MAX:
                     self.flow.resume_reading()
 
@@ -166,6 +170,16 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
             self._wire_bytes = len(self._again)
             self.parser = httptools.HttpRequestParser(self)
 
+        def shutdown(self) -> None:
+            """Close when the answer is complete; whoever has just come may still ask."""
+            if self._upgraded():
+                return
+            if self._in_head or self.cycle is None:
+                self._head_came()
+                self._head_timer = self.loop.call_later(LEAVING_READ_S, self._head_late)
+            else:
+                super().shutdown()
+
         def _await_head(self) -> None:
             """Mind the time until the next head, unless a request is being answered."""
             answering = self.cycle is not None and not self.cycle.response_complete
@@ -195,7 +209,7 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
             self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            serving.connections.discard(self.transport)
+            serving.connection_closed(self.transport)
             self._head_came()
             # uvicorn tells the last request that came; the one being answered may be another.
             for cycle in (self._answered, *(waiting for waiting, _ in self.pipeline)):
@@ -236,7 +250,7 @@ def _protocols(serving: Serving) -> tuple[type[HttpToolsProtocol], type[WebSocke
                 self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            serving.connections.discard(self.transport)
+            serving.connection_closed(self.transport)
             if self._ping_timer is not None:
                 self._ping_timer.cancel()
             super().connection_lost(exc)
@@ -326,15 +340,8 @@ class GatewayServer:
         self._server = HttpServer(config)
         self._task: asyncio.Task[None] | None = None
         self.socket: socket.socket | None = None
-
-    @property
-    def address(self) -> str:
+        self.address = ""
         """Where it listens, as a URL."""
-        if self._serving.config.uds:
-            return f"unix:{self._serving.config.uds}"
-        assert self.socket is not None
-        host, port = self.socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def start(self, listener: socket.socket | None = None) -> None:
         """Listen, on ``listener`` if a supervisor passed one (several gateways share it).
@@ -343,6 +350,8 @@ class GatewayServer:
             OSError: the address is in use or not this host's.
         """
         self.socket = listener or bind(self._serving, shared=self._shared)
+        self._owned = listener is None
+        self.address = _address(self.socket)
         self._task = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[self.socket])
         )
@@ -351,13 +360,29 @@ class GatewayServer:
                 await self._task
             await asyncio.sleep(0.005)
 
+    def leave(self, left: Callable[[], None]) -> None:
+        """Accept nothing more, close each connection after its answer; call ``left`` when all are.
+
+        The listening socket itself lives on in others.
+        """
+        for server in self._server.servers:
+            server.close()
+        self._serving.on_left = left
+        for client in list(self._serving.sockets):
+            client.leave()
+        for connection in list(self._server.server_state.connections):
+            if isinstance(connection, HttpToolsProtocol):
+                connection.shutdown()
+        if not self._serving.connections:
+            left()
+
     async def close(self) -> None:
         """Stop accepting, let answers that are complete leave, cut the rest."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task
         self._serving.prompts.close()
-        if self._serving.config.uds:
+        if self._serving.config.uds and self._owned:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._serving.config.uds)
 
@@ -400,6 +425,13 @@ def bind(serving: Serving, *, shared: bool = False) -> socket.socket:
     sock.listen(BACKLOG)
     sock.setblocking(False)
     return sock
+
+
+def _address(sock: socket.socket) -> str:
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _answers(path: str) -> bool:

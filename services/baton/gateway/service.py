@@ -11,7 +11,7 @@ from baton.gateway.machine import GatewayMachine
 from baton.gateway.server import GatewayServer, inherited_listener
 from baton.gateway.serving import Serving
 from baton.gateway.tokens import ModelFolderError, load_model_text
-from baton.gateway.vocabulary import Deliver, End, ReportsReady
+from baton.gateway.vocabulary import ClientsLeft, Deliver, End, LeaveClients, ReportsReady
 from baton.runtime.model import served_model
 from baton.runtime.service import Context, Service, StartFailed
 
@@ -29,7 +29,12 @@ def build(context: Context) -> Service:
     except (ModelNotPrepared, ModelFolderError) as error:
         raise StartFailed(str(error), permanent=True) from None
     name = model.name
-    machine = GatewayMachine(context.me, config.limits, config.cluster.mode)
+    machine = GatewayMachine(
+        context.me,
+        config.limits,
+        config.cluster.mode,
+        shares_socket=config.cluster.gateways > 1,
+    )
     exchange = Exchange(context.feed, config.limits.session_buffer_bytes_max)
     servers: list[GatewayServer] = []
 
@@ -57,6 +62,10 @@ def build(context: Context) -> Service:
         servers.append(server)
         context.log.info("listening", address=server.address)
 
+    def leave(_: LeaveClients) -> None:
+        for server in servers:
+            server.leave(lambda: context.feed(ClientsLeft()))
+
     async def stop() -> None:
         exchange.close()
         for server in servers:
@@ -68,6 +77,7 @@ def build(context: Context) -> Service:
             Deliver: exchange.execute,
             End: exchange.execute,
             ReportsReady: exchange.execute,
+            LeaveClients: leave,
         },
         compat=model.compat,
         model_name=name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,6 +44,10 @@ class Serving:
     prompts: Prompts = field(init=False)
     bodies: BodyBudget = field(init=False)
     connections: set[object] = field(default_factory=set)
+    sockets: set[Socket] = field(default_factory=set)
+    """Open WebSockets."""
+    on_left: Callable[[], None] | None = None
+    """Set when the gateway leaves: called when the last connection has closed."""
 
     def __post_init__(self) -> None:
         self.prompts = Prompts(self.text)
@@ -72,6 +76,17 @@ class Serving:
         stream = self.exchange.open(list(specs))
         return Generation(self.exchange, self.text, recipe, stream)
 
+    @property
+    def leaving(self) -> bool:
+        """Whether each connection is to close when its answer is complete."""
+        return self.on_left is not None
+
+    def connection_closed(self, connection: object) -> None:
+        """A client is gone."""
+        self.connections.discard(connection)
+        if self.on_left is not None and not self.connections:
+            self.on_left()
+
     def gauges(self) -> Mapping[str, float]:
         """Return the values of the HTTP layer's gauges."""
         return {
@@ -79,6 +94,14 @@ class Serving:
             "client_streams": self.exchange.open_streams,
             "session_buffer_bytes": self.exchange.buffered_bytes,
         }
+
+
+class Socket(Protocol):
+    """An open WebSocket."""
+
+    def leave(self) -> None:
+        """Close when nothing runs on it any more."""
+        ...
 
 
 class Handler(Protocol):

@@ -1,14 +1,15 @@
 """Events and commands only the gateway knows, between its machine and its HTTP layer.
 
 The HTTP layer turns client requests into :class:`Submitted` and executes :class:`Deliver`,
-:class:`End` and :class:`ReportsReady`; everything else is shared with the other services.
+:class:`End`, :class:`ReportsReady` and :class:`LeaveClients`; everything else is shared with the
+other services.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
 from baton.core.outcomes import FinishReason, Outcome, Reason
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
 from baton.ports.transport import TransportEvent
@@ -49,6 +50,11 @@ class ReportsWanted:
     token: int
 
 
+@dataclass(frozen=True, slots=True)
+class ClientsLeft:
+    """The last client connection has closed, after :class:`LeaveClients`."""
+
+
 # --- commands -----------------------------------------------------------------------------------
 
 
@@ -84,9 +90,16 @@ class ReportsReady:
     bodies: dict[str, bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class LeaveClients:
+    """Take no new connections (others take them), answer what came on those there are, and close
+    each when its answer is complete; answered by :class:`ClientsLeft`."""
+
+
 Event = (
     Submitted
     | ClientGone
+    | ClientsLeft
     | StopMatched
     | ReportsWanted
     | TransportEvent
@@ -94,5 +107,6 @@ Event = (
     | TimePassed
     | LeaseChanged
     | DrainRequested
+    | RestartRequested
 )
-Command = Send | CallLedger | Note | Measure | Exit | Deliver | End | ReportsReady
+Command = Send | CallLedger | Note | Measure | Exit | Deliver | End | ReportsReady | LeaveClients

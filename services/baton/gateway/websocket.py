@@ -8,6 +8,7 @@ are those of the HTTP stream plus ``response_id`` and, where given, ``stream_id`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections import deque
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ async def serve_socket(serving: Serving, request: Request, receive: Receive, sen
     """Serve one accepted socket until it closes."""
     await send({"type": "websocket.accept", "headers": request.common_headers})
     socket = _Socket(serving, request, send)
+    serving.sockets.add(socket)
     try:
         while True:
             message = await receive()
@@ -46,6 +48,7 @@ async def serve_socket(serving: Serving, request: Request, receive: Receive, sen
             body = text.encode() if text is not None else message.get("bytes") or b""
             await socket.received(body)
     finally:
+        serving.sockets.discard(socket)
         socket.close()
 
 
@@ -72,6 +75,7 @@ class _Socket:
         self._running: dict[str, ResponseFormat] = {}
         self._count = 0
         self._waiting_bytes = 0
+        self._goodbye = False
 
     async def received(self, body: bytes) -> None:
         """Handle one message of the client."""
@@ -88,6 +92,12 @@ class _Socket:
                 raise fields.fail("type", "must be 'response.create' or 'response.cancel'")
         except ApiError as error:
             await self._error(error, stream_id)
+
+    def leave(self) -> None:
+        """Close when nothing runs on it any more: its client connects to another gateway."""
+        if not self._tasks and not self._goodbye:
+            self._goodbye = True
+            self._start(self._say_goodbye())
 
     def close(self) -> None:
         """The socket is gone: everything on it is cancelled."""
@@ -145,6 +155,8 @@ class _Socket:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        if self._serving.leaving:
+            self.leave()
         if not task.cancelled() and (error := task.exception()) is not None:
             self._serving.log.error("response_crashed", exc_info=error)
             self._request.abort()
@@ -230,6 +242,10 @@ class _Socket:
         except (OSError, RuntimeError) as error:
             # The server's words for a socket that closed under the write.
             raise ConnectionError(str(error)) from None
+
+    async def _say_goodbye(self) -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            await self._send({"type": "websocket.close", "code": 1012})
 
     def _cut(self) -> None:
         for form in list(self._running.values()):

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from baton.core.beacon import Beacon
-from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
 from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
-from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
+from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, LedgerAnswered, Measure, Note, Send
 from baton.ports.ledger import AdvanceRequest
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.prefill.arenas import Arenas
@@ -58,6 +58,7 @@ Event = (
     TimePassed
     | LeaseChanged
     | DrainRequested
+    | RestartRequested
     | PeerUp
     | PeerLost
     | PeerRefused
@@ -86,6 +87,8 @@ class PrefillMachine:
         self.draining = False
         self.drain_due: float | None = None
         self.exited = False
+        self.exit_code = 0
+        """Of the end of a drain."""
         #: By request id, in order of arrival.
         self.jobs: dict[str, Job] = {}
         #: Tickets whose assignment is still on its way (it comes over another link).
@@ -160,6 +163,9 @@ class PrefillMachine:
                 self.lease = state
                 self.beacon.forget()
             case DrainRequested():
+                self._drain(now)
+            case RestartRequested():
+                self.exit_code = EXIT_RESTART
                 self._drain(now)
             case LedgerAnswered() | PeerRefused():
                 pass  # nothing here rests on the answer; the shell counts and logs both
@@ -490,7 +496,7 @@ class PrefillMachine:
     def _exit_drained(self) -> None:
         if not self.exited:
             self.exited = True
-            self._emit(Exit(0, "drained"))
+            self._emit(Exit(self.exit_code, "drained"))
 
     def _tick(self, now: float) -> None:
         if self.drain_due is not None and now >= self.drain_due:

@@ -12,12 +12,12 @@ from typing import assert_never
 
 import msgspec
 
-from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
 from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Reason
-from baton.ports.driving import Exit, LedgerAnswered, Measure, Note
+from baton.ports.driving import EXIT_RESTART, Exit, LedgerAnswered, Measure, Note
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.router.admission import Admission
 from baton.router.adoption import Adoption
@@ -46,6 +46,7 @@ Event = (
     TimePassed
     | LeaseChanged
     | DrainRequested
+    | RestartRequested
     | PeerUp
     | PeerLost
     | PeerRefused
@@ -127,6 +128,9 @@ class RouterMachine:
                 self._lease_changed(state, now)
             case DrainRequested():
                 self._drain(now)
+            case RestartRequested():
+                # What runs needs no router; what waits is given to the next one by its gateway.
+                self._exit(EXIT_RESTART, "restart")
             case PeerRefused():
                 pass  # the shell logs it; the pair is simply not used
             case _:
@@ -250,9 +254,12 @@ class RouterMachine:
                 self.verdicts.refuse(entry, now, Reason.DRAINING, "this router is draining")
 
     def _exit_drained(self) -> None:
+        self._exit(0, "drained")
+
+    def _exit(self, code: int, reason: str) -> None:
         if not self.exited:
             self.exited = True
-            self.state.emit(Exit(0, "drained"))
+            self.state.emit(Exit(code, reason))
 
     def _tick(self, now: float) -> None:
         self.tick_at = None

@@ -22,3 +22,8 @@ class LeaseChanged:
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
     """SIGTERM or the drain command: take nothing new, finish what runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRequested:
+    """SIGUSR2: a successor starts as soon as this process has ended. End where it can go on."""

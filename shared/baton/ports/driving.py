@@ -59,9 +59,13 @@ class Measure:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+#: Exit code that asks whoever supervises for a successor.
+EXIT_RESTART = 75
+
+
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Command: end this process. ``code`` 0 only when somebody asked for it."""
+    """Command: end this process. ``code`` 0 only when somebody asked for it for good."""
 
     code: int
     reason: str

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from baton.core.events import DrainRequested
+from baton.core.events import DrainRequested, RestartRequested
 from baton.core.ids import Member, Peer, Role
 from baton.ledger.connection import LedgerUnfit, LedgerUnreachable
 from baton.ledger.redis_ledger import RedisLedger
@@ -119,6 +119,7 @@ class Shell:
             context = self._prepare(loop)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled, number)
+            loop.add_signal_handler(signal.SIGUSR2, self._restart_asked)
             await self._start_or_end(context)
             code = await self._ended
         except Exception as error:  # the crash barrier of the start; known errors are told apart
@@ -296,7 +297,7 @@ class Shell:
         if number in self._signals or not self._ready:
             self._end(EX_OK, f"{name} {'again' if number in self._signals else 'during start'}")
             return
-        first = not self._signals
+        first = self._signals <= {signal.SIGUSR2}
         self._signals.add(number)
         if first:
             limit_s = self._config.limits.drain_ms / 1000 + DRAIN_MARGIN_S
@@ -304,6 +305,16 @@ class Shell:
             self._log.info("drain_requested", signal=name)
             self._loop.call_later(limit_s, self._end, EX_OK, "the drain took too long")
             self._driver.feed(DrainRequested())
+
+    def _restart_asked(self) -> None:
+        if not self._ready:
+            self._end(EX_AGAIN, "a restart was asked for during the start")
+        elif not self._signals:
+            self._signals.add(signal.SIGUSR2)
+            limit_s = self._config.limits.request_deadline_ms / 1000 + DRAIN_MARGIN_S
+            self._log.info("restart_requested")
+            self._loop.call_later(limit_s, self._end, EX_AGAIN, "the restart took too long")
+            self._driver.feed(RestartRequested())
 
     def _parent_gone(self) -> None:
         """Called in the watching thread, which ends the process if this takes too long."""
