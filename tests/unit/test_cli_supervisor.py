@@ -39,11 +39,11 @@ def test_supervisor_reads_every_program(tmp_path: Path, monkeypatch: pytest.Monk
         "decode-0",
         "decode-1",
         "prefill-0",
-        "gateway-0",
+        "gateway",
         "restarter",
     ]
     for group in groups[:-1]:
-        (process,) = group.process_configs
+        process = group.process_configs[0]
         assert process.stopsignal == 15
         assert process.startsecs == 0
     assert options.umask == 0o077
@@ -132,3 +132,20 @@ def test_several_gateways_get_one_socket_from_supervisor(
     assert [process.name for process in group.process_configs] == ["gateway-0", "gateway-1"]
     assert "--worker-id gateway-1 " in group.process_configs[1].command
     assert group.socket_config.url == "tcp://127.0.0.1:8123"
+    assert all(process.autostart for process in group.process_configs)
+
+
+@pytest.mark.parametrize(("host", "spare"), [("127.0.0.1", "gateway-1"), ("::1", "")])
+def test_a_single_gateway_has_a_spare_that_does_not_start_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, spare: str
+) -> None:
+    """It shares the single one's socket; supervisor knows no sockets of IPv6."""
+    environ = {"BATON_GATEWAY_HOST": host}
+    assert supervisor.spare(load(None, environ)) == spare
+    options = _parsed(tmp_path, environ, monkeypatch)
+    (group,) = [g for g in options.process_group_configs if g.name.startswith("gateway")]
+    started = [process.name for process in group.process_configs if process.autostart]
+    started += [name.rpartition(":")[2] for name in os.environ["SV_START"].split()]
+    assert started == ["gateway-0"]
+    names = [process.name for process in group.process_configs]
+    assert names == (["gateway-0", spare] if spare else ["gateway-0"])

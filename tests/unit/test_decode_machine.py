@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import BlockState, LeaseState
 from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
@@ -22,7 +22,7 @@ from baton.decode.io import (
     WriterProbed,
 )
 from baton.ports.channel import BlockMark
-from baton.ports.driving import CallLedger, Exit, Measure, Send
+from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, Measure, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import EndRequest
 from baton.wire.messages import (
@@ -815,6 +815,22 @@ def test_a_draining_worker_finishes_what_it_has_and_exits() -> None:
     play.stepped((50,), ADVANCED, sent(G, TokenChunk))
     play.hear(G, RequestEnded("r", 1, Outcome(Ending.COMPLETED)), Exit(0, "drained"))
     play.feed(DrainRequested())
+
+
+def test_a_restart_ends_between_two_steps_and_leaves_everything_as_it_is() -> None:
+    """What the step in flight brings is sent; then the successor goes on."""
+    play = Decode()
+    play.local(spec("r", tokens=2, max_tokens=9))
+    play.feed(RestartRequested())
+    play.reserve(spec("b", tokens=2), None, sent(R, WorkRefused, reason=Reason.DRAINING))
+    play.stepped((50,), ADVANCED, sent(G, TokenChunk), Exit(EXIT_RESTART, "restart"))
+    assert play.machine.leaving and "r" in play.machine.state.sequences
+
+
+def test_an_idle_worker_restarts_at_once() -> None:
+    """Nothing runs: nothing is waited for."""
+    play = Decode()
+    play.feed(RestartRequested(), Exit(EXIT_RESTART, "restart"))
 
 
 @pytest.mark.parametrize("stage", ["remote", "revoked", "local", "finished"])

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
 from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
@@ -16,16 +16,18 @@ from baton.gateway.machine import GatewayMachine
 from baton.gateway.session import HELD_RUNS_MAX
 from baton.gateway.vocabulary import (
     ClientGone,
+    ClientsLeft,
     Command,
     Deliver,
     End,
     Event,
+    LeaveClients,
     ReportsReady,
     ReportsWanted,
     StopMatched,
     Submitted,
 )
-from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Send
+from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, LedgerAnswered, Measure, Send
 from baton.ports.ledger import Conflict, Done, EndRequest, Unavailable
 from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.runtime.catalogue import CATALOGUE
@@ -64,10 +66,13 @@ class Talk:
     """Feeds a machine, keeps what it said, and checks it after each event."""
 
     def __init__(
-        self, peers: Sequence[Peer] = (R0, P0, D0, D1), limits: Limits | None = None
+        self,
+        peers: Sequence[Peer] = (R0, P0, D0, D1),
+        limits: Limits | None = None,
+        **place: bool,
     ) -> None:
         self.limits = limits or Limits()
-        self.machine = GatewayMachine(ME, self.limits)
+        self.machine = GatewayMachine(ME, self.limits, **place)
         self.now = 100.0
         self.all: list[Command] = []
         self.feed(LeaseChanged(LeaseState.HELD))
@@ -680,6 +685,42 @@ def test_drain_has_a_limit() -> None:
     out = talk.pass_time(talk.limits.drain_ms / 1000 + 0.1)
     assert only(out, End).outcome.reason is Reason.DRAINING
     assert only(out, Exit).code == 0
+
+
+def test_a_restart_ends_when_the_last_client_has_its_answer() -> None:
+    """Others take new connections; what comes on the old ones is served, however long it takes;
+    the exit code asks for a successor."""
+    talk = Talk()
+    talk.submit()
+    talk.place()
+    only(talk.feed(RestartRequested()), LeaveClients)
+    assert not [c for c in talk.feed(RestartRequested()) if isinstance(c, LeaveClients)]
+    assert sent(talk.submit("b"), SubmitRequest)
+    assert not [c for c in talk.pass_time(talk.limits.drain_ms / 1000) if isinstance(c, End | Exit)]
+    talk.tokens(D0, 0, [1], finish=FinishReason.STOP)
+    talk.answer(DONE)
+    talk.feed(ClientGone("b", Reason.CLIENT_DISCONNECTED))
+    assert not [c for c in talk.answer(DONE) if isinstance(c, Exit)]
+    assert only(talk.feed(ClientsLeft()), Exit).code == EXIT_RESTART
+
+
+def test_a_drain_beside_others_leaves_the_clients_to_them() -> None:
+    """Who shares its socket does not refuse: it takes no connections, and ends at the limit."""
+    talk = Talk(others=True)
+    talk.submit()
+    talk.place()
+    only(talk.feed(DrainRequested()), LeaveClients)
+    assert sent(talk.submit("b"), SubmitRequest)
+    out = talk.pass_time(talk.limits.drain_ms / 1000 + 0.1)
+    assert [c.outcome.reason for c in out if isinstance(c, End)] == [Reason.DRAINING] * 2
+    assert only(out, Exit).code == 0
+
+
+def test_a_spare_has_no_successor() -> None:
+    """It ends for good when its clients have left."""
+    talk = Talk(spare=True)
+    only(talk.feed(RestartRequested()), LeaveClients)
+    assert only(talk.feed(ClientsLeft()), Exit).code == 0
 
 
 def test_readiness_names_what_is_missing() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Outcome, Reason
-from baton.ports.driving import CallLedger, Exit, Note, Send
+from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, Note, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import AdvanceRequest
 from baton.prefill.io import (
@@ -427,6 +427,16 @@ def test_a_suspect_or_draining_worker_takes_nothing_new() -> None:
     play.returned(sent(D, ChunkAnnounced), CHUNK)
     play.returned(sent(D, PrefillCommitted), Exit(0, "drained"))
     play.feed(DrainRequested())
+
+
+def test_a_restart_is_a_drain_that_asks_for_a_successor() -> None:
+    """What runs is finished; the exit code tells the two apart."""
+    play = Prefill()
+    play.start(spec(tokens=14))
+    play.feed(RestartRequested())
+    play.assign(spec("b"), sent(R, WorkRefused, reason=Reason.DRAINING))
+    play.returned(sent(D, ChunkAnnounced), CHUNK)
+    play.returned(sent(D, PrefillCommitted), Exit(EXIT_RESTART, "drained"))
 
 
 @pytest.mark.parametrize("state", ["no ticket", "waiting", "running"])

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from baton.core.events import DrainRequested, LeaseChanged
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState
 from baton.core.outcomes import Ending, Outcome, Reason
-from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Send
+from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, LedgerAnswered, Send
 from baton.ports.ledger import (
     AdmitRequest,
     Adopted,
@@ -540,6 +540,14 @@ def test_a_drain_ends_in_time() -> None:
     play.feed(DrainRequested())
     assert play.wait(0.9) == []
     assert play.wait(0.2) == [Exit(0, "drained")]
+
+
+def test_a_restart_ends_at_once() -> None:
+    """What runs needs no router; gateways give the rest to the next one."""
+    play = Router()
+    play.place(spec("r"))
+    play.feed(RestartRequested(), Exit(EXIT_RESTART, "restart"))
+    play.feed(RestartRequested())
 
 
 # --- what gateways are told of the pool -----------------------------------------------------------

@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serving(commands)
+    _add_single(commands)
     _add_asking(commands)
     return parser
 
@@ -138,6 +139,30 @@ def _add_serving(commands) -> None:  # type: ignore[no-untyped-def]
     down = _add(commands, "down", _down, "stop the cluster; an error if anything is left behind")
     down.add_argument(
         "--now", action="store_true", help="do not wait for running requests: 4 s, then kill"
+    )
+
+
+def _add_single(commands) -> None:  # type: ignore[no-untyped-def]
+    drain = _add(commands, "drain", _drain, "have one process end in order", _DRAIN)
+    drain.add_argument("worker", help="decode-0, gateway-1, ...")
+    drain.add_argument(
+        "--wait", type=float, metavar="S", help="most seconds (the drain's limit and 10 s)"
+    )
+    drain.add_argument("--force", action="store_true", help="also the last one of its kind")
+    start = _add(commands, "start", _start, "start one process that is down")
+    start.add_argument("worker", help="decode-0, gateway-1, ...")
+    _add_wait(start)
+    restart = _add(
+        commands, "restart", _restart, "replace processes without losing a request", _RESTART
+    )
+    restart.add_argument("workers", nargs="*", metavar="WORKER", help="decode-0, ledger, ...")
+    restart.add_argument("--rolling", action="store_true", help="all of them, one by one")
+    _add_wait(restart)
+
+
+def _add_wait(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wait", type=float, default=60.0, metavar="S", help="most seconds until it is ready (60)"
     )
 
 
@@ -195,6 +220,19 @@ exit codes: 0 clean, 1 discrepancies, 2 something could not be looked at.
 """
 _EXPLAIN = """\
 Reads the logs and the ledger's record; works after the cluster has ended, from the logs alone.
+_DRAIN = """\
+It takes nothing new. A decode worker's sequences move to another decode worker of the host; what
+cannot move ends by itself, or fails when [limits] drain_ms is over. A drained process stays down
+until `baton start`. Under systemd: `systemctl stop baton-decode@0`.
+"""
+_RESTART = """\
+examples:
+  baton restart decode-0                  its successor takes its memory over
+  baton restart --rolling                 everything, one process after the other
+The next process follows when the last one is ready and the others have met it. Streams go on: those
+of decode pause until its successor has taken over; a gateway ends when its clients have their
+answers, while others take new connections. Settings stay those of the cluster's start. Processes
+of different versions refuse each other: after an update use `baton down` and `baton up`.
 """
 _CHAT = """\
 Ctrl-C cancels the answer, not the program. /reset forgets the conversation, /exit ends.
@@ -231,6 +269,24 @@ def _down(config: Config, options: argparse.Namespace) -> int:
     from baton.cli.serving import down
 
     return down(config, now=options.now)
+
+
+def _drain(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.restart import drain
+
+    return drain(config, options.worker, wait_s=options.wait, force=options.force)
+
+
+def _start(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.restart import start
+
+    return start(config, options.worker, options.wait)
+
+
+def _restart(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.restart import restart
+
+    return restart(config, options.workers, rolling=options.rolling, wait_s=options.wait)
 
 
 def _status(config: Config, options: argparse.Namespace) -> int:

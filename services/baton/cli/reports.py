@@ -83,7 +83,11 @@ async def _ask(members: list[Member], kind: str, limits: Limits) -> dict[Peer, A
                 answers.setdefault(peer, msgspec.json.decode(body))
             case PeerLost(peer, reason):
                 answers.setdefault(peer, f"silent: {reason}")
-            case PeerRefused() | Received():
+            case PeerRefused(worker_id, text):
+                for peer in peers:
+                    if peer.worker_id == worker_id:
+                        answers.setdefault(peer, f"refused: {text}")
+            case Received():
                 pass
         if peers <= set(answers) and not finished.done():
             finished.set_result(None)

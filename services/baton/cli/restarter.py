@@ -36,6 +36,7 @@ def main() -> None:
     policy = RestartPolicy()
     try:
         _write(b"READY\n")
+        _start_missing(rpc)
         while True:
             _look(rpc, policy)
             due = policy.deadline()
@@ -66,6 +67,15 @@ def _look(rpc: childutils.xmlrpclib.ServerProxy, policy: RestartPolicy) -> None:
             rpc.supervisor.startProcess(name, False)
         except Fault as fault:
             _log(f"{name} was not started: {fault.faultString}")
+
+
+def _start_missing(rpc: childutils.xmlrpclib.ServerProxy) -> None:
+    """Start what supervisor left to us at its own start, and nothing that was ever stopped."""
+    wanted = os.environ.get("SV_START", "").split()
+    for info in rpc.supervisor.getAllProcessInfo():
+        name = f"{info['group']}:{info['name']}"
+        if name in wanted and not info["start"]:
+            rpc.supervisor.startProcess(name, False)
 
 
 def _take_event() -> None:

@@ -18,7 +18,7 @@ from baton.cli.client import no_cluster, reach
 from baton.cli.cluster import Cluster
 from baton.cli.record import ClusterRecord
 from baton.cli.reports import LedgerSilent, Registered, ask, read_members
-from baton.cli.supervisor import LEDGER, Supervisor
+from baton.cli.supervisor import LEDGER, Supervisor, spare
 from baton.cli.terminal import ExitCode, say, table, warn
 from baton.engine.info import ModelNotPrepared, read_info
 from baton.runtime.dirs import ledger_url
@@ -57,7 +57,7 @@ def gather(cluster: Cluster, found: ClusterRecord, config: Config) -> dict[str, 
         "model": _served_name(found, config),
         "cluster": msgspec.to_builtins(found),
         "run_dir": str(cluster.run_dir),
-        "processes": _merge(_supervised(cluster), registered, reports),
+        "processes": _merge(_supervised(cluster, spare(config)), registered, reports),
     }
 
 
@@ -70,7 +70,7 @@ def _served_name(found: ClusterRecord, config: Config) -> str:
         return folder.name
 
 
-def _supervised(cluster: Cluster) -> dict[str, dict[str, Any]]:
+def _supervised(cluster: Cluster, spare: str) -> dict[str, dict[str, Any]]:
     try:
         processes = Supervisor(cluster.run_dir).processes()
     except OSError:
@@ -83,6 +83,8 @@ def _supervised(cluster: Cluster) -> dict[str, dict[str, Any]]:
             "up_s": int(info["now"]) - int(info["start"]) if info["pid"] else None,
         }
         for info in processes
+        # The spare gateway is there for a restart only.
+        if info["name"] != spare or info["pid"]
     }
 
 
@@ -146,6 +148,8 @@ def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
 def _work_of(row: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     if row["state"] == "running" and "lease_ms" not in row and row["role"] != LEDGER:
         return "starting"  # it is up, and loads or waits for the ledger; nobody knows it yet
+    if row["state"] == "stopped":
+        return f"baton start {row['process']}"
     return work(report)
 
 

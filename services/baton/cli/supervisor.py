@@ -131,9 +131,16 @@ def _command(role: Role, worker_id: str) -> str:
 def _shares_socket(config: Config) -> bool:
     """Whether supervisor listens for the gateways, so that one's end loses no connection."""
     # It knows no IPv6; such gateways share the port among themselves.
-    return config.cluster.gateways > 1 and (
-        bool(config.gateway.uds) or ":" not in config.gateway.host
-    )
+    return bool(config.gateway.uds) or ":" not in config.gateway.host
+
+
+def spare(config: Config) -> str:
+    """Return the name of the gateway that runs only while the single one is restarted, if any.
+
+    It takes the new connections while that one still answers its clients.
+    """
+    single = config.cluster.gateways == 1 and _shares_socket(config)
+    return f"{Role.GATEWAY.value}-1" if single else ""
 
 
 def _gateways(config: Config, stop_s: int) -> str:
@@ -148,9 +155,12 @@ def _gateways(config: Config, stop_s: int) -> str:
         priority=PRIORITY[Role.GATEWAY],
         stop_s=stop_s,
     )
+    if spare(config):
+        # All or none of them: the listener starts those that are to run.
+        text = text.replace("autostart = true", "autostart = false")
     return (
         f"{text}process_name = {name}-%(process_num)d\n"
-        f"numprocs = {config.cluster.gateways}\n"
+        f"numprocs = {config.cluster.gateways + bool(spare(config))}\n"
         f"socket = {where.replace('%', '%%')}\n"
         "socket_backlog = 1024\n" + ("socket_mode = 0600\n" if gateway.uds else "")
     )
@@ -186,6 +196,11 @@ def environment(config: Config, run_dir: Path, environ: Mapping[str, str]) -> di
     return kept | {
         "SV_PYTHON": shlex.quote(sys.executable),
         "SV_SETTINGS": shlex.quote(str(run_dir / SETTINGS_NAME)),
+        "SV_START": " ".join(
+            f"{role.value}:{worker_id}"
+            for role, worker_id in worker_ids(config)
+            if role is Role.GATEWAY and spare(config)
+        ),
         # Marks every process of this cluster: `baton down` looks for it in /proc.
         MARK: str(run_dir),
         "PYTHONUNBUFFERED": "1",
@@ -215,9 +230,9 @@ class Supervisor:
         self._address = f"unix://{run_dir / SUPERVISOR_SOCKET}"
 
     def processes(self) -> list[dict[str, Any]]:
-        """Return supervisor's own record of every program."""
+        """Return supervisor's own record of every program that was ever started."""
         found: list[dict[str, Any]] = self._call("getAllProcessInfo")
-        return [info for info in found if info["name"] != RESTARTER]
+        return [info for info in found if info["name"] != RESTARTER and info["start"]]
 
     def stop(self, wanted: Callable[[str], bool]) -> None:
         """Tell the programs whose name is wanted to stop, all at once; does not wait."""
@@ -228,6 +243,25 @@ class Supervisor:
                 self._call("stopProcess", f"{info['group']}:{info['name']}", False)
             except xmlrpc.client.Fault:
                 continue  # It is not running, which is what is wanted.
+
+    def start(self, name: str) -> None:
+        """Start one program; does not wait. One that runs is left alone."""
+        try:
+            self._call("startProcess", self._full_name(name), False)
+        except xmlrpc.client.Fault as fault:
+            if "ALREADY_STARTED" not in fault.faultString:
+                raise ConnectionError(f"{name} was not started: {fault.faultString}") from None
+
+    def signal(self, name: str, number: str) -> None:
+        """Send a signal to one program; one that does not run gets none."""
+        try:
+            self._call("signalProcess", self._full_name(name), number)
+        except xmlrpc.client.Fault:
+            return
+
+    def _full_name(self, name: str) -> str:
+        groups = {info["name"]: info["group"] for info in self._call("getAllProcessInfo")}
+        return f"{groups[name]}:{name}"
 
     def shutdown(self) -> None:
         """Stop what is left, in order, and then supervisor itself; does not wait."""

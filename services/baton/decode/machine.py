@@ -553,8 +553,9 @@ class DecodeMachine:
         self.output.flush()
         self.state.flush_marks()
         self._report(now)
-        if self.leaving and self.scheduler.step_since is None:
-            self._exit(EXIT_RESTART, "restart")
+        if self.leaving:
+            if self.scheduler.step_since is None:
+                self._exit(EXIT_RESTART, "restart")
             return
         self.departure.offer()
         held = self.state.sequences or self.handover.tickets or self.imports.running

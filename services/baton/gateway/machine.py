@@ -55,14 +55,29 @@ class GatewayMachine:
     """A :class:`baton.core.machine.Machine` for :data:`Event` and :data:`Command`."""
 
     def __init__(
-        self, me: Peer, limits: Limits, mode: Mode = "split", *, shares_socket: bool = False
+        self,
+        me: Peer,
+        limits: Limits,
+        mode: Mode = "split",
+        *,
+        others: bool = False,
+        spare: bool = False,
     ) -> None:
-        """``shares_socket``: others take the connections that this gateway does not take."""
+        """Decide for the gateway ``me``.
+
+        Args:
+            me: this process.
+            limits: all of them.
+            mode: whether a prefill worker is needed.
+            others: listen on the same socket, always.
+            spare: it runs while another one is restarted, and has no successor.
+        """
         self.state = State(me, limits, Links(mode), Endings(me))
         self.attempts = Attempts(self.state)
         self.delivery = Delivery(self.state)
         self._reports = Reports()
-        self._shares_socket = shares_socket
+        self._others = others or spare
+        self._spare = spare
         self._leaving = False
         """Others take new connections; what came before is still served."""
         self._clients_left = False
@@ -132,10 +147,10 @@ class GatewayMachine:
                 if self.state.drain_due is None:
                     self.state.drain_due = now + self.state.limits.drain_ms / 1000
                 self._exit_code = 0
-                return self._leave(for_others=self._shares_socket)
+                return self._leave(for_others=self._others)
             case RestartRequested():
                 # Without a limit of its own: every request has a deadline.
-                self._exit_code = EXIT_RESTART
+                self._exit_code = 0 if self._spare else EXIT_RESTART
                 return self._leave(for_others=True)
             case ClientsLeft():
                 self._clients_left = True

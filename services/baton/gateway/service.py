@@ -12,6 +12,7 @@ from baton.gateway.server import GatewayServer, inherited_listener
 from baton.gateway.serving import Serving
 from baton.gateway.tokens import ModelFolderError, load_model_text
 from baton.gateway.vocabulary import ClientsLeft, Deliver, End, LeaveClients, ReportsReady
+from baton.runtime.config import worker_ids
 from baton.runtime.model import served_model
 from baton.runtime.service import Context, Service, StartFailed
 
@@ -33,7 +34,8 @@ def build(context: Context) -> Service:
         context.me,
         config.limits,
         config.cluster.mode,
-        shares_socket=config.cluster.gateways > 1,
+        others=config.cluster.gateways > 1,
+        spare=context.me.worker_id not in {worker_id for _, worker_id in worker_ids(config)},
     )
     exchange = Exchange(context.feed, config.limits.session_buffer_bytes_max)
     servers: list[GatewayServer] = []
