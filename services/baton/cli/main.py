@@ -220,6 +220,7 @@ exit codes: 0 clean, 1 discrepancies, 2 something could not be looked at.
 """
 _EXPLAIN = """\
 Reads the logs and the ledger's record; works after the cluster has ended, from the logs alone.
+"""
 _DRAIN = """\
 It takes nothing new. A decode worker's sequences move to another decode worker of the host; what
 cannot move ends by itself, or fails when [limits] drain_ms is over. A drained process stays down
