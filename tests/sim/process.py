@@ -32,6 +32,7 @@ from baton.router.machine import RouterMachine
 from baton.runtime.members import to_dial
 from baton.sim.clock import Handle
 from sim import oracles
+from support.held import holdings
 
 if TYPE_CHECKING:
     from sim.cluster import Cluster
@@ -239,6 +240,7 @@ class Process:
         self._handled += 1
         if self.role is not Role.DECODE or self._handled % DECODE_CHECK_EVERY == 0:
             self.machine.check()
+            holdings(self.machine)
 
     def _arm(self) -> None:
         deadline = self.machine.deadline()

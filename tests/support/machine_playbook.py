@@ -21,6 +21,7 @@ from baton.ports.driving import Measure, Note, Send
 from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.runtime.catalogue import CATALOGUE
 from baton.wire.messages import PoolStatus, RequestSpec, WorkerStatus
+from support.held import holdings
 
 T = TypeVar("T")
 
@@ -80,6 +81,7 @@ class Playbook:
         """Feed ``event`` and return everything that came back."""
         commands = self.machine.handle(event, self.now)
         self.machine.check()
+        holdings(self.machine)
         for command in commands:
             if isinstance(command, Measure):
                 assert CATALOGUE[command.name].labels.keys() == command.labels.keys()

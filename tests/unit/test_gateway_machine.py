@@ -47,6 +47,7 @@ from baton.wire.messages import (
     TokenRun,
     TokensWanted,
 )
+from support.held import holdings
 
 ME = Peer("gateway-0", 1)
 R0, R1 = Peer("router-0", 2), Peer("router-1", 3)
@@ -82,6 +83,7 @@ class Talk:
     def feed(self, event: Event) -> list[Command]:
         commands = self.machine.handle(event, self.now)
         self.machine.check()
+        holdings(self.machine)
         for command in commands:
             if isinstance(command, Measure):
                 assert CATALOGUE[command.name].labels.keys() == command.labels.keys()

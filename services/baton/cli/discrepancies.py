@@ -208,13 +208,14 @@ class _View:
 def _blocks(view: _View) -> Iterator[Discrepancy]:
     arenas = {arena.owner: arena for arena in view.sample.arenas}
     for peer, held in view.of(Role.DECODE):
-        yield from _miscounted(peer, held)
+        yield from miscounted(peer, held)
         arena = arenas.get(peer)
         if arena is not None:
             yield from _differing(peer, held, arena)
 
 
-def _miscounted(peer: Peer, held: Holdings) -> Iterator[Discrepancy]:
+def miscounted(peer: Peer, held: Holdings) -> Iterator[Discrepancy]:
+    """Yield the blocks of one decode worker whose users are not those that it counts."""
     uses = Counter(number for each in held.requests for number in each.blocks)
     uses.update(held.pinned)
     holds = Counter(number for each in held.tickets for number in each.blocks)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from baton.core.ids import Peer
 from baton.core.lifecycles import BlockState
 from baton.decode.handover import Handover
 from baton.decode.imports import Imports
 from baton.decode.state import State
 from baton.wire.holdings import HeldBlock, HeldRequest, HeldTicket, Holdings
+
+#: Stands for the request of a ticket that this worker's predecessor had sent.
+OF_FORMER_OWNER = "former owner"
 
 
 def holdings_of(state: State, handover: Handover, imports: Imports) -> Holdings:
@@ -25,9 +29,15 @@ def holdings_of(state: State, handover: Handover, imports: Imports) -> Holdings:
             )
             for seq in state.sequences.values()
         ),
-        tickets=tuple(
-            HeldTicket(request_id, epoch, record.writer, record.held, record.revoked)
-            for (request_id, epoch), record in handover.tickets.items()
+        tickets=(
+            *(
+                HeldTicket(request_id, epoch, record.writer, record.held, record.revoked)
+                for (request_id, epoch), record in handover.tickets.items()
+            ),
+            *(
+                HeldTicket(OF_FORMER_OWNER, 0, Peer("writer", incarnation), blocks, revoked=True)
+                for incarnation, blocks in handover.former.items()
+            ),
         ),
         blocks=tuple(
             HeldBlock(number, block.state, block.generation, block.references, block.holds)

@@ -573,4 +573,4 @@ class PrefillMachine:
         # A stopped job whose chunk runs may have left ``jobs`` to a newer attempt already.
         flying = [job for _, job in self.flying if self.jobs.get(job.spec.request_id) is not job]
         jobs = [*self.jobs.values(), *flying]
-        return holdings_of(self.me, jobs, self.early, self.arenas.values())
+        return holdings_of(self.me, jobs, self.early, self.arenas.mapped.values())
