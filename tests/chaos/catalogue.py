@@ -1,0 +1,151 @@
+"""What is asked in a chaos run: bodies of every kind, and the answers of an undisturbed cluster.
+
+Decides the mix. Each body is asked once before the first fault; what it got then is what every
+later answer must be, token for token. A seed decides all of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SONNETS = Path(__file__).resolve().parents[1] / "reference" / "sonnets.txt"
+
+
+@dataclass(slots=True)
+class Item:
+    """One body, and what is known of its answer."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    weight: float = 1.0
+    leaves_after: int | None = None
+    """The client leaves when it has so many tokens; 0: at once."""
+    reference: Whole | None = None
+    stop_of: str = ""
+    """Its stop string is cut from the answer of the item of that name."""
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+
+@dataclass(slots=True)
+class Whole:
+    """A complete answer, whatever way it came."""
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    logprobs: list[Any] = field(default_factory=list)
+    usage: dict[str, Any] | None = None
+    first_s: float = 0.0
+    """Until the first token."""
+    gap_s: float = 0.0
+    """Median gap between two tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Lengths, in characters of prompt and tokens of answer."""
+
+    short: int
+    long: int
+    few: int
+    some: int
+    many: int
+
+
+#: One character is one token of the fake model.
+FAKE = Sizes(short=40, long=330, few=12, some=26, many=110)
+#: About four characters are one token of the real one.
+REAL = Sizes(short=160, long=1_800, few=8, some=20, many=60)
+
+
+def catalogue(model: str, sizes: Sizes, seed: int) -> list[Item]:
+    """Return the items of one run."""
+    chance = random.Random(f"catalogue {seed}")
+    text = SONNETS.read_text()
+    items: list[Item] = []
+
+    def prompt(length: int) -> str:
+        at = chance.randrange(len(text) - length)
+        return text[at : at + length]
+
+    def add(kind: str, count: int, make: Callable[[], dict[str, Any]], **fields: Any) -> None:
+        for number in range(count):
+            body = {"model": model, "return_token_ids": True, **make()}
+            if body.get("stream"):
+                body["stream_options"] = {"include_usage": True}
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            items.append(Item(f"{kind}-{number}", path, body, **fields))
+
+    def greedy(length: int, tokens: int, **more: Any) -> dict[str, Any]:
+        return {"prompt": prompt(length), "max_tokens": tokens, "temperature": 0, **more}
+
+    def seeded(length: int, tokens: int, **more: Any) -> dict[str, Any]:
+        return {
+            "prompt": prompt(length),
+            "max_tokens": tokens,
+            "temperature": 0.9,
+            "top_p": 0.95,
+            "seed": chance.randrange(2**31),
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.4,
+            "stream": True,
+            "ignore_eos": True,
+            **more,
+        }
+
+    streamed: dict[str, Any] = {"stream": True, "ignore_eos": True}
+    add("short", 8, lambda: greedy(sizes.short, sizes.some, **streamed), weight=2)
+    add("own-end", 4, lambda: greedy(sizes.short, sizes.many, stream=True))
+    add("long-prompt", 6, lambda: greedy(sizes.long, sizes.some, **streamed), weight=1.5)
+    add("long-answer", 3, lambda: greedy(sizes.short, sizes.many, **streamed))
+    add("whole", 4, lambda: greedy(sizes.long // 2, sizes.some, ignore_eos=True))
+    add("whole-seeded", 3, lambda: seeded(sizes.short, sizes.some, stream=False))
+    add("seeded", 6, lambda: seeded(sizes.long // 2, sizes.some), weight=1.5)
+    add("logprobs", 3, lambda: greedy(sizes.short, sizes.few, logprobs=2, **streamed))
+    add("chat", 4, lambda: _chat(prompt(sizes.short), sizes.some))
+    add("left", 6, lambda: greedy(sizes.long // 2, sizes.many, **streamed), weight=1)
+    for number, item in enumerate(each for each in items if each.name.startswith("left")):
+        item.leaves_after = (0, 0, 1, 5, 12, 20)[number % 6]
+    for number in range(3):
+        source = next(each for each in items if each.name == f"short-{number}")
+        items.append(Item(f"stop-{number}", source.path, dict(source.body), stop_of=source.name))
+    return items
+
+
+def _chat(text: str, tokens: int) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+
+
+def probe(model: str, sizes: Sizes, number: int, seed: int) -> Item:
+    """Return a request that passes every stage and whose prompt no cache has.
+
+    It has no reference of its own at first: the run asks it again when all is over.
+    """
+    chance = random.Random(f"probe {seed} {number}")
+    letters = "".join(
+        chance.choice("abcdefghijklmnopqrstuvwxyz    ") for _ in range(sizes.long // 2)
+    )
+    body = {
+        "model": model,
+        "return_token_ids": True,
+        "prompt": f"{number} {letters}",
+        "max_tokens": sizes.some,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }
+    return Item(f"probe-{number}", "/v1/completions", body)

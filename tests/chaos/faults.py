@@ -1,0 +1,280 @@
+"""Faults: what is done to whom, at which stage of a request, for how long.
+
+Decides the plan from a seed, and how each fault is done and undone. A stage is reached for sure
+where the fake engine can be held there; with the real model by time and by the tokens that came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.cli.processes import ProcessName, name_of
+from baton.cli.records import read_ledger
+from baton.cli.reports import LedgerSilent
+from chaos.catalogue import Sizes
+from chaos.client import Heard
+from chaos.place import Place
+
+ROLES = ("prefill", "decode", "router", "gateway")
+ACTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(ROLES, ("kill", "freeze", "term")),
+    "ledger": ("kill", "freeze", "wipe", "roll back", "stall", "cut"),
+    "client": ("cut", "stall"),
+}
+STAGES = (
+    "queued",
+    "ticketed",
+    "first chunk",
+    "last chunk",
+    "committed",
+    "first step",
+    "mid decode",
+    "finishing",
+)
+SECONDS = (0.2, 0.5, 1.0, 2.5, 4.0, 6.0)
+REACH_S = 6.0
+_LOOK_S = 0.004
+#: How far into the time to the first token a stage of the real model's prefill lies.
+_SHARES = {"queued": 0.0, "ticketed": 0.1, "first chunk": 0.3, "last chunk": 0.85}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One entry of the plan."""
+
+    number: int
+    target: str
+    action: str
+    stage: str
+    seconds: float
+    """Of a freeze or stall; until the restart of a killed ledger."""
+    instance: int
+    """Which of two, where the request does not say."""
+
+    @property
+    def kind(self) -> str:
+        return f"{self.action} {self.target}"
+
+
+def plan(seed: int, only: frozenset[str] = frozenset()) -> Iterator[Fault]:
+    """Yield faults without end: every kind at every stage once, in random order, and again."""
+    chance = random.Random(f"faults {seed}")
+    pairs = [(t, a) for t, actions in ACTIONS.items() for a in actions]
+    cells = [(t, a, s) for t, a in pairs for s in STAGES if not only or {t, a} & only]
+    number = 0
+    while True:
+        chance.shuffle(cells)
+        for target, action, stage in cells:
+            number += 1
+            yield Fault(number, target, action, stage, chance.choice(SECONDS), chance.randrange(2))
+
+
+@dataclass(slots=True)
+class Done:
+    """A fault that was injected."""
+
+    fault: Fault
+    at: float
+    """When it struck; until then, when it was planned to."""
+    victim: str = ""
+    """The process, as it is named everywhere."""
+    reached: bool = True
+    hit: frozenset[str] = frozenset()
+    """Requests that the ledger's index gave to the victim at that moment."""
+    mended_at: float = 0.0
+    ready_at: float = 0.0
+    trouble: str = ""
+    held_s: float = 0.0
+    """How long the engine was held for us: no fault of the cluster's."""
+
+
+@dataclass(slots=True)
+class Stop:
+    """A stage that was reached: who stands there, and with which request."""
+
+    pid: int = 0
+    request_id: str = ""
+    marks: list[Path] = field(default_factory=list)
+
+    def let_go(self) -> None:
+        for mark in self.marks:
+            mark.unlink(missing_ok=True)
+
+
+def points_of(sizes: Sizes) -> dict[str, str]:
+    """Return the fake engine's stop point of each stage that has one."""
+    return {
+        "ticketed": "P.before_write",
+        "first chunk": "P.first_chunk",
+        "last chunk": "P.last_chunk",
+        "committed": "D.before_first_step",
+        "first step": "D.step:2",
+        "mid decode": f"D.step:{sizes.some // 2}",
+        "finishing": f"D.step:{sizes.some - 1}",
+    }
+
+
+def set_trap(place: Place, point: str) -> None:
+    """Hold the next one who reaches ``point``."""
+    (place.stops / f"{point}.reached").unlink(missing_ok=True)
+    fresh = place.stops / ".trap"
+    fresh.write_text("hold")
+    fresh.replace(place.stops / point)
+
+
+async def trapped(place: Place, point: str) -> Stop | None:
+    """Wait until somebody is held at ``point``; ``None``: nobody came in time."""
+    mark = place.stops / f"{point}.reached"
+    deadline = time.monotonic() + REACH_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            pid, request_id = mark.read_text().split()
+            return Stop(int(pid), request_id, [mark])
+        await asyncio.sleep(_LOOK_S)
+    (place.stops / point).unlink(missing_ok=True)
+    mark.unlink(missing_ok=True)
+    return None
+
+
+async def come_to(stage: str, heard: Heard, sizes: Sizes, first_s: float) -> Stop | None:
+    """Wait until the real model is about at ``stage`` of that request."""
+    share = _SHARES.get(stage)
+    if share is not None:
+        await asyncio.sleep(share * first_s)
+        return Stop(request_id=heard.id)
+    wanted = {
+        "committed": 1,
+        "first step": 2,
+        "mid decode": sizes.some // 2,
+        "finishing": sizes.some - 1,
+    }[stage]
+    deadline = time.monotonic() + REACH_S
+    while len(heard.answer.ids) < wanted:
+        if time.monotonic() > deadline or heard.ended_at:
+            return None
+        await asyncio.sleep(_LOOK_S)
+    return Stop(request_id=heard.id)
+
+
+async def inject(place: Place, done: Done, stop: Stop) -> None:
+    """Do it and undo it; returns when nothing is held, frozen or cut by us any more."""
+    try:
+        if done.fault.target in ROLES:
+            await _to_worker(place, done, stop)
+        elif done.fault.target == "ledger":
+            await _to_ledger(place, done, stop)
+        else:
+            await _to_clients(place, done, stop)
+    finally:
+        stop.let_go()
+        done.mended_at = time.monotonic()
+
+
+async def _to_worker(place: Place, done: Done, stop: Stop) -> None:
+    fault, began = done.fault, time.monotonic()
+    name = await asyncio.to_thread(_instance, place, fault, stop)
+    found = (await asyncio.to_thread(place.registered)).get(name)
+    process = name_of(found.member.pid) if found is not None else None
+    done.victim = name
+    if process is None or found is None:
+        done.reached = False
+        return
+    done.victim = str(found.member.peer)
+    done.hit = await asyncio.to_thread(_hit, place, done.victim)
+    done.at = time.monotonic()
+    done.held_s = done.at - began if stop.marks else 0.0
+    match fault.action:
+        case "kill":
+            process.send(signal.SIGKILL)
+            stop.let_go()
+        case "freeze":
+            process.send(signal.SIGSTOP)
+            stop.let_go()
+            await asyncio.sleep(fault.seconds)
+            process.send(signal.SIGCONT)
+        case "term":
+            process.send(signal.SIGTERM)
+            stop.let_go()
+            await _ended(process)
+            await asyncio.to_thread(_start_again, place, name)
+
+
+def _instance(place: Place, fault: Fault, stop: Stop) -> str:
+    """The one that has the held request, where the ledger says so."""
+    record = place.record(stop.request_id) if stop.request_id else None
+    owner = record.owners.get(fault.target) if record is not None else None
+    return owner.worker_id if owner is not None else f"{fault.target}-{fault.instance}"
+
+
+def _hit(place: Place, peer: str) -> frozenset[str]:
+    try:
+        owners = read_ledger(place.direct_url, "default").owners
+    except LedgerSilent:
+        return frozenset()
+    return frozenset(request_id for owner, request_id in owners if str(owner) == peer)
+
+
+async def _ended(process: ProcessName) -> None:
+    deadline = time.monotonic() + 25
+    while process.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+def _start_again(place: Place, name: str) -> None:
+    deadline = time.monotonic() + 5
+    while place.state(name) not in {"EXITED", "STOPPED", "FATAL"}:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+    place.start(name)
+
+
+async def _to_ledger(place: Place, done: Done, stop: Stop) -> None:
+    fault, done.at = done.fault, time.monotonic()
+    match fault.action:
+        case "kill":
+            await asyncio.to_thread(place.server.kill)
+            stop.let_go()
+            await asyncio.sleep(min(fault.seconds, 2.5))
+            await asyncio.to_thread(place.server.start)
+        case "freeze":
+            place.server.freeze()
+            stop.let_go()
+            await asyncio.sleep(fault.seconds)
+            place.server.thaw()
+        case "wipe":
+            await asyncio.to_thread(place.wipe_ledger)
+            stop.let_go()
+        case "roll back":
+            copy = await asyncio.to_thread(place.keep_ledger)
+            stop.let_go()
+            await asyncio.sleep(min(fault.seconds, 1.0))
+            done.at = time.monotonic()
+            await asyncio.to_thread(place.roll_back_ledger, copy)
+        case "stall":
+            place.ledger_proxy.hold()
+            stop.let_go()
+            await asyncio.sleep(fault.seconds)
+            place.ledger_proxy.let_go()
+        case "cut":
+            place.ledger_proxy.cut()
+            stop.let_go()
+
+
+async def _to_clients(place: Place, done: Done, stop: Stop) -> None:
+    fault, done.at = done.fault, time.monotonic()
+    if fault.action == "cut":
+        place.client_proxy.cut()
+        stop.let_go()
+        return
+    place.client_proxy.hold()
+    stop.let_go()
+    await asyncio.sleep(fault.seconds)
+    place.client_proxy.let_go()
