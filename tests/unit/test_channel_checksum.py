@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import xxhash
@@ -60,6 +62,36 @@ def test_each_filled_byte_counts_and_no_other(tokens: int) -> None:
         assert (mismatches(memory, LAYOUT, [check]) != []) == (at in filled)
         memory[at] ^= 1 << at % 8
     assert mismatches(memory, LAYOUT, [check]) == []
+
+
+def places_in_lanes(layout: KVLayout, tokens: int) -> set[int]:
+    """Bytes of the filled tokens, element by element from the documented shapes."""
+    side, width, size = 4 // layout.itemsize, layout.head_dim, layout.block_size
+    found = set()
+    for part, token, d in itertools.product(
+        range(layout.layers * 2 * layout.heads), range(tokens), range(width)
+    ):
+        is_key = part // layout.heads % 2 == 0
+        key = (d // side * size + token) * side + d % side
+        value = (token // side * width + d) * side + token % side
+        at = (part * width * size + (key if is_key else value)) * layout.itemsize
+        found |= set(range(at, at + layout.itemsize))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_each_filled_byte_counts_in_lanes_too(dtype: str, tokens: int) -> None:
+    """The same where filled and empty places lie side by side."""
+    layout = KVLayout(layers=2, heads=2, head_dim=4, block_size=4, dtype=dtype, order="lanes")
+    block = bytearray(pattern(layout.block_bytes))
+    filled = places_in_lanes(layout, tokens)
+    assert len(filled) == layout.block_bytes // 4 * tokens
+    right = block_checksum(memoryview(block), layout, tokens, 7)
+    for at in range(layout.block_bytes):
+        block[at] ^= 1 << at % 8
+        assert (block_checksum(memoryview(block), layout, tokens, 7) != right) == (at in filled)
+        block[at] ^= 1 << at % 8
 
 
 @given(chain=st.binary(min_size=16, max_size=16))

@@ -1,22 +1,23 @@
 """Checksums of blocks: what is covered and what seeds them.
 
-Decides one definition: xxh3-64 over the filled tokens only, in memory order (for each layer, K
-then V, the first ``tokens`` tokens), seeded with the block's name: the hash of all tokens up to its
-last filled one. A block is ``[layers, 2, tokens, heads, head_dim]``, so a full one is a single run
-of bytes; a partial one is ``layers * 2`` runs whose concatenation is hashed, which for a full block
-is the same. Wrong bytes, fewer or more tokens, other tokens, another prefix or position all differ.
+Decides one definition: xxh3-64 over the filled tokens only, seeded with the block's name: the hash
+of all tokens up to its last filled one. A full block is a single run of bytes. Of a partial one, in
+the order ``tokens``, the ``layers * 2`` runs are hashed one after the other, which for a full block
+is the same; in the order ``lanes``, first K of all layers as it lies, then V token by token. Wrong
+bytes, fewer or more tokens, other tokens, another prefix or position all differ.
 
 Nothing of the place goes in, neither number nor generation: a full block's checksum is the same in
 every arena and may be stored beside its name, so that whoever reads both can verify the bytes.
 
-Nothing is copied and no interpreter lock is held while large runs are hashed, so it may run beside
-the event loop.
+No interpreter lock is held while large runs are hashed, so it may run beside the event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import xxhash
 
 from baton.channel.layout import CHAIN_BYTES
@@ -37,11 +38,29 @@ def block_checksum(block: memoryview, layout: KVLayout, tokens: int, seed: int) 
     if tokens == layout.block_size:
         return xxhash.xxh3_64_intdigest(block, seed=seed)
     hasher = xxhash.xxh3_64(seed=seed)
+    filled = _runs if layout.order == "tokens" else _lanes
+    for part in filled(block, layout, tokens):
+        hasher.update(part)
+    return hasher.intdigest()
+
+
+def _runs(block: memoryview, layout: KVLayout, tokens: int) -> Iterator[memoryview]:
     run = tokens * layout.token_bytes_per_axis
     stride = layout.block_size * layout.token_bytes_per_axis
     for start in range(0, layout.block_bytes, stride):
-        hasher.update(block[start : start + run])
-    return hasher.intdigest()
+        yield block[start : start + run]
+
+
+def _lanes(block: memoryview, layout: KVLayout, tokens: int) -> Iterator[Any]:
+    """Yield copies: filled and empty places lie side by side."""
+    side = 4 // layout.itemsize
+    size, width = layout.block_size, layout.head_dim
+    parts = np.frombuffer(block, f"u{layout.itemsize}").reshape(layout.layers, 2, layout.heads, -1)
+    lines = (layout.layers, layout.heads)
+    keys = parts[:, 0].reshape(*lines, width // side, size, side)
+    yield np.ascontiguousarray(keys[:, :, :, :tokens])
+    values = parts[:, 1].reshape(*lines, size // side, width, side).swapaxes(-1, -2)
+    yield np.ascontiguousarray(values.reshape(*lines, size, width)[:, :, :tokens])
 
 
 def checksum_in(blocks: memoryview, layout: KVLayout, check: BlockCheck) -> int:

@@ -76,7 +76,7 @@ def resolve_dtype(dtype: str, flags: frozenset[str] | None = None) -> str:
     return dtype
 
 
-def layout_of(info: ModelInfo, dtype: str, block_size: int) -> KVLayout:
+def layout_of(info: ModelInfo, dtype: str, block_size: int, order: str = "tokens") -> KVLayout:
     """Return the shape of ``info``'s KV cache."""
     return KVLayout(
         layers=info.layers,
@@ -84,6 +84,7 @@ def layout_of(info: ModelInfo, dtype: str, block_size: int) -> KVLayout:
         head_dim=info.head_dim,
         block_size=block_size,
         dtype=resolve_dtype(dtype),
+        order=order,
     )
 
 

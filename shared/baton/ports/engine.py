@@ -30,9 +30,15 @@ TokenIds = NDArray[np.int32]
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """Shape of the KV cache. A block is one contiguous ``[layers, 2, tokens, heads, head_dim]``.
+    """Shape of the KV cache. A block is one contiguous ``[layers, 2, part]``; axis 1 is K, V.
 
-    Axis 1 is K, V. The same in every arena, process and kernel; part of the compatibility digest.
+    A part lies in one of two orders, whichever the kernels read in place:
+
+    - ``tokens``: ``[tokens, heads, head_dim]``.
+    - ``lanes``: K ``[heads, head_dim / s, tokens, s]``, V ``[heads, tokens / s, head_dim, s]``,
+      where ``s`` elements make four bytes.
+
+    The same in every arena, process and kernel; part of the compatibility digest.
     """
 
     layers: int
@@ -43,6 +49,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     """Tokens a block."""
     dtype: str
     """``float32`` or ``bfloat16``."""
+    order: str = "tokens"
+    """``tokens`` or ``lanes``."""
 
     @property
     def itemsize(self) -> int:
@@ -61,7 +69,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         """The words that go into the compatibility digest."""
         return (
             f"[layers={self.layers}, kv=2, tokens={self.block_size}, heads={self.heads}, "
-            f"head_dim={self.head_dim}] {self.dtype}"
+            f"head_dim={self.head_dim}] {self.dtype} in order of {self.order}"
         )
 
 
