@@ -41,6 +41,7 @@ from support.router_playbook import (
     CANCELLED,
     COMPLETED,
     D1,
+    D_AGAIN,
     FENCE,
     ROLES,
     D,
@@ -170,8 +171,17 @@ def test_a_router_that_has_just_started_refuses_nobody_for_want_of_workers() -> 
     play.ready(D, call(PlaceRequest, request_id="a"), blocks=3)
     said = play.wait(2.1)
     assert len(said) == 1 and sent(G, RequestRefused, reason=Reason.TOO_LONG).matches(said[0])
+
+
+def test_who_comes_while_the_only_decode_worker_is_restarted_waits_for_its_successor() -> None:
+    """For as long as the requests wait that it had; then there is nobody to wait for."""
+    play = Router()
     play.lose(D)
-    play.submit(spec("c"), sent(G, RequestRefused, reason=Reason.NO_DECODE_WORKER))
+    play.admit(spec("a"))
+    play.ready(D_AGAIN, call(PlaceRequest, request_id="a"))
+    play.lose(D_AGAIN)
+    play.wait(play.machine.state.limits.recovery_ms / 1000 + 0.2)
+    play.submit(spec("b"), sent(G, RequestRefused, reason=Reason.NO_DECODE_WORKER))
 
 
 def test_a_router_that_was_frozen_asks_its_workers_and_disturbs_nobody() -> None:

@@ -54,7 +54,8 @@ class Admission:
         limits = self.state.limits
         if self.state.draining:
             return Reason.DRAINING, "this router is draining"
-        if not self.state.placement.largest_tokens() and not self.state.starting(now):
+        awaited = self.state.starting(now) or self.state.returning(now)
+        if not self.state.placement.largest_tokens() and not awaited:
             return Reason.NO_DECODE_WORKER, "no decode worker is up"
         waiting = [
             entry.spec.prompt_tokens

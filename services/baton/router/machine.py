@@ -76,8 +76,6 @@ class RouterMachine:
         self.pool: PoolStatus | None = None
         """What the gateways were told last."""
         self.tick_at: float | None = None
-        self.alone_since: float | None = None
-        """Since when no decode worker takes anything."""
 
     # --- Machine ------------------------------------------------------------------------------
 
@@ -188,6 +186,7 @@ class RouterMachine:
                 member.peer, member.role, WorkerStatus(accepting=False), now, member.boot_id
             )
             self.adoption.worker_up(member.peer)
+            self.state.had_decode |= member.role is Role.DECODE
 
     def _peer_lost(self, event: PeerLost, now: float) -> None:
         peer = event.peer
@@ -307,18 +306,16 @@ class RouterMachine:
     def _nobody_for(self, waited_s: float, now: float) -> bool:
         """Whether whoever has waited that long waits for nobody: there has been no decode worker to
         take anything for ``recovery_ms``, and not for want of the ledger."""
-        since = self.alone_since
-        return (
-            since is not None and min(waited_s, now - since) * 1000 > self.state.limits.recovery_ms
-        )
+        since = self.state.alone_since
+        return since is not None and self.state.outwaits(min(waited_s, now - since))
 
     def _note_alone(self, now: float) -> None:
         decodes = self.state.placement.of(Role.DECODE)
         held = self.state.lease is LeaseState.HELD
         if not held or any(view.status.accepting for view in decodes):
-            self.alone_since = None
-        elif self.alone_since is None:
-            self.alone_since = now
+            self.state.alone_since = None
+        elif self.state.alone_since is None:
+            self.state.alone_since = now
 
     # --- looking in ---------------------------------------------------------------------------
 

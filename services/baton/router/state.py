@@ -34,6 +34,10 @@ class State:
     lease: LeaseState = LeaseState.VACANT
     since: float = math.inf
     """When the lease was held for the first time: workers need a moment to open their links."""
+    had_decode: bool = False
+    """Whether a decode worker was ever there."""
+    alone_since: float | None = None
+    """Since when no decode worker takes anything."""
     draining: bool = False
     commands: list[object] = field(default_factory=list)
     queue_s: float = 0.0
@@ -59,6 +63,15 @@ class State:
     def starting(self, now: float) -> bool:
         """Whether workers may still be about to open their links to this router."""
         return (now - self.since) * 1000 < self.limits.lease_ttl_ms
+
+    def returning(self, now: float) -> bool:
+        """Whether the last decode worker left so lately that its successor may be on its way."""
+        since = self.alone_since
+        return self.had_decode and (since is None or not self.outwaits(now - since))
+
+    def outwaits(self, waited_s: float) -> bool:
+        """Whether that is longer than anybody waits for a successor."""
+        return waited_s * 1000 > self.limits.recovery_ms
 
     def retry_after_ms(self, reason: Reason) -> int:
         if reason is Reason.TOO_LONG:
