@@ -159,3 +159,5 @@ def test_an_end_without_a_drain_leaves_nobody_without_an_outcome(cluster: Gatewa
         cluster.call(cluster.exchange.close)
         read_until(streamed, b'"code":"draining"')
         read_until(whole, b'"code":"draining"')
+    with post(cluster, stream=True) as late:
+        read_until(late, b'"code":"draining"')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,23 @@ def test_file_length() -> None:
     long = {name: n for name, n in lengths.items() if n > LINES_LOOK_AGAIN}
     if long:
         warnings.warn(f"look again at {long}", stacklevel=1)
+
+
+_RUNS_WHAT_IT_READS = re.compile(
+    r"\b(pickle|cPickle|dill|cloudpickle|marshal|shelve)\b|recv_pyobj|send_pyobj"
+    r"|yaml\.load\b|torch\.load\(|(?<![.\w])(eval|exec)\("
+)
+
+
+def test_nothing_is_unpickled() -> None:
+    """(129) No wire, file or memory is read by something that can run code."""
+    found = [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for path in SOURCES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if _RUNS_WHAT_IT_READS.search(line.partition("#")[0])
+    ]
+    assert found == []
 
 
 # --- import rules, with import-linter -----------------------------------------------------------

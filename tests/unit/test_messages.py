@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -87,3 +87,56 @@ def test_a_number_outside_what_it_counts_is_no_message(
     for value in values:
         with pytest.raises(codec.MessageError):
             codec.decode(altered(message, path, value))
+
+
+def _kinds() -> list[type]:
+    return list(get_args(AnyMessage))
+
+
+def _example(kind: Any) -> dict[str, Any]:
+    """Return the least that is a message of ``kind``: its required fields, as on the wire."""
+    made: dict[str, Any] = {"type": kind.__name__}
+    for field in msgspec.structs.fields(kind):
+        if field.required:
+            made[field.name] = _value(field.name, field.type)
+    return made
+
+
+def _value(name: str, wanted: Any) -> Any:
+    samples: dict[str, Any] = {
+        "request_id": "r",
+        "reason": "internal",
+        "message": "text",
+        "spec": msgspec.msgpack.decode(msgspec.msgpack.encode(spec())),
+        "outcome": {"ending": "failed"},
+        "decode": ["decode-0", 2],
+        "arena": {
+            "path": "/a",
+            "device": 1,
+            "inode": 2,
+            "file_id": "f",
+            "owner": ["decode-0", 2],
+        },
+    }
+    if name in samples:
+        return samples[name]
+    words = str(wanted)
+    for part, sample in (("tuple", []), ("bytes", b""), ("bool", True), ("str", "x")):
+        if part in words:
+            return sample
+    return 1
+
+
+@pytest.mark.parametrize("kind", _kinds(), ids=lambda kind: kind.__name__)
+def test_a_field_more_is_ignored_and_one_less_is_refused(kind: Any) -> None:
+    """(38) A rolling update mixes versions: nothing raises where messages are handled."""
+    least = _example(kind)
+    message = codec.decode(msgspec.msgpack.encode(least))
+    assert type(message) is kind
+    assert codec.decode(msgspec.msgpack.encode(least | {"of_tomorrow": [1]})) == message
+    for name in least.keys() - {"type"}:
+        fewer = {key: value for key, value in least.items() if key != name}
+        with pytest.raises(codec.MessageError):
+            codec.decode(msgspec.msgpack.encode(fewer))
+    with pytest.raises(codec.MessageError):
+        codec.decode(msgspec.msgpack.encode(least | {"type": f"{kind.__name__}Two"}))

@@ -22,6 +22,7 @@ from baton.ports.ledger import (
     RetryRequest,
     Unavailable,
 )
+from baton.ports.transport import Received
 from baton.wire.messages import (
     AssignPrefill,
     CancelWork,
@@ -36,6 +37,7 @@ from baton.wire.messages import (
     RequestRefused,
     ReserveDecode,
     WorkerStatus,
+    WorkFailed,
     WorkRefused,
 )
 from support.machine_playbook import Like, ids, sent
@@ -45,6 +47,7 @@ from support.router_playbook import (
     D1,
     D_AGAIN,
     FENCE,
+    P1,
     PLACED_AGAIN,
     D,
     G,
@@ -262,6 +265,33 @@ def test_a_worker_that_refuses_is_left_alone_while_there_is_another() -> None:
     play.retried()
     said = play.wait(0.2)
     assert len(said) == 1 and call(PlaceRequest, epoch=2, decode=D1).matches(said[0])
+
+
+def test_a_worker_that_fails_everything_is_tried_ever_more_rarely() -> None:
+    """(51) Forty requests in a row: a handful of tries, then one a while; healed, it works."""
+    play = Router(workers=(P, P1, D))
+    broken, began = 0, play.now
+    for number in range(40):
+        play.admit(spec(f"r{number}"), Like(CallLedger))
+        place = play.last(CallLedger).op
+        play.counted(f"r{number}", prefill=place.prefill)
+        epoch = 1
+        if place.prefill == P:
+            broken += 1
+            play.do(Received(P, WorkFailed(f"r{number}", 1, Reason.PREFILL_ERROR)))
+            play.do(Received(G, RequestFenced(f"r{number}", 2, b"")))
+            play.answered(Done(2, R.ADMITTED), call(PlaceRequest, epoch=2, prefill=P1))
+            play.counted(f"r{number}", prefill=P1, epoch=2)
+            epoch = 2
+        play.hear(G, RequestEnded(f"r{number}", epoch, COMPLETED))
+        for worker in (P, P1, D):
+            play.ready(worker)
+        play.wait(0.2)
+    assert broken <= 6, f"tried {broken} times in {play.now - began:.0f} s"
+    play.wait(10.0)
+    play.place(spec("healed"))
+    play.hear(G, RequestEnded("healed", 1, COMPLETED))
+    assert play.machine.state.placement.workers[P].failures == 0
 
 
 @pytest.mark.parametrize("reason", [Reason.NO_BLOCKS, Reason.DRAINING])

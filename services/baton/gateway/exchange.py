@@ -26,6 +26,10 @@ from baton.wire.messages import RequestSpec
 ID_BYTES = 32
 LOGPROB_BYTES = 96
 
+_TOO_LATE = Outcome(
+    Ending.REFUSED, reason=Reason.DRAINING, message="the gateway has just shut down"
+)
+
 Item = Deliver | End
 
 
@@ -38,6 +42,7 @@ class Exchange:
         self._streams: dict[str, Stream] = {}
         self._reports: dict[int, asyncio.Future[dict[str, bytes]]] = {}
         self._next_token = 1
+        self._over = False
 
     def execute(self, command: Deliver | End | ReportsReady) -> None:
         """Carry out one of the machine's commands."""
@@ -59,7 +64,11 @@ class Exchange:
         for spec in specs:
             self._streams[spec.request_id] = stream
         for spec in specs:
-            self._post(Submitted(spec))
+            if self._over:
+                # The machine hears nothing any more, but the socket is still there for a moment.
+                self.execute(End(spec.request_id, _TOO_LATE))
+            else:
+                self._post(Submitted(spec))
         return stream
 
     def stop_matched(self, request_id: str, tokens_used: int) -> None:
@@ -74,6 +83,7 @@ class Exchange:
 
     def close(self) -> None:
         """The process ends, for whatever reason: nobody is left without an outcome."""
+        self._over = True
         outcome = Outcome(
             Ending.FAILED,
             reason=Reason.DRAINING,

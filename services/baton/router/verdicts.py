@@ -71,6 +71,10 @@ class Verdicts:
         if outcome.ending is not Ending.COMPLETED:
             # The gateway may not know yet whom this was given to.
             self.cancel_work(entry, outcome.reason or Reason.CLIENT_CANCELLED)
+        else:
+            view = self.state.placement.workers.get(entry.prefill) if entry.prefill else None
+            if view is not None:
+                view.succeeded()
         self.state.note("ended", entry, ending=outcome.ending)
         self.forget(entry)
 
