@@ -47,6 +47,8 @@ class Scenario:
     spread_s: float = 6.0
     """Requests come within this time, and so do the faults."""
     kills: int = 0
+    victims: tuple[str, ...] = ()
+    """Who is killed; empty: anybody but gateways."""
     freezes: int = 0
     cancels: int = 0
     ledger_faults: int = 0
@@ -58,6 +60,10 @@ class Scenario:
     rots: int = 0
     """Named blocks of decode workers' arenas in which a bit is inverted after their owner's death,
     before anybody else reads them."""
+    mixups: int = 0
+    """Records in dead decode workers' arenas that have another block's name afterwards."""
+    tears: int = 0
+    """Decode workers killed while they store a block's record."""
     drains: int = 0
     """Decode workers that are asked to shut down (SIGTERM) and started again."""
     stalls: int = 0
@@ -101,6 +107,8 @@ def draw(seed: int) -> Scenario:
         faults=noisy,
         rots=random.choice((0, 0, 2, 6)),
         drains=random.choice((0, 0, 1, 2)),
+        mixups=random.choice((0, 0, 2, 6)),
+        tears=0 if calm else random.choice((0, 0, 1, 2)),
     )
 
 
@@ -130,7 +138,7 @@ class Cluster:
         self.counts: Counter[str] = Counter()
         self.incarnations = 0
         self.calm = False
-        self.flips = self.stalls = self.rots = 0
+        self.flips = self.stalls = self.rots = self.mixups = self.tears = 0
         self.clients = Clients(self)
         names = [(Role.GATEWAY, "gateway-0")]
         names += [(Role.ROUTER, f"router-{n}") for n in range(self.scenario.routers)]
@@ -183,6 +191,20 @@ class Cluster:
         self.rots += 1
         return True
 
+    def mixes_up_now(self) -> bool:
+        """Whether a record of a decode worker that was just killed gets another name."""
+        if self.mixups >= self.scenario.mixups:
+            return False
+        self.mixups += 1
+        return True
+
+    def tears_now(self) -> bool:
+        """Whether decode is killed in the middle of the record that it stores just now."""
+        if self.calm or self.tears >= self.scenario.tears or self.clock.random.random() > 0.01:
+            return False
+        self.tears += 1
+        return True
+
     def flips_now(self) -> bool:
         """Whether a bit of what was just stored turns over."""
         if self.calm or self.flips >= self.scenario.flips or self.clock.random.random() > 0.2:
@@ -225,8 +247,9 @@ class Cluster:
         workers = [p for p in self.processes.values() if p.role is not Role.GATEWAY]
         for _ in range(scenario.requests):
             clock.call_later(clock.random.uniform(0, scenario.spread_s), self._ask)
+        victims = [p for p in workers if not scenario.victims or p.worker_id in scenario.victims]
         for _ in range(scenario.kills):
-            victim = clock.random.choice(workers)
+            victim = clock.random.choice(victims)
             clock.call_later(clock.random.uniform(0, scenario.spread_s), victim.kill)
         routers = [p for p in workers if p.role is Role.ROUTER]
         for _ in range(scenario.router_kills):

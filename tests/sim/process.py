@@ -7,8 +7,10 @@ the run's one source of chance, and can be killed, frozen and started again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from baton.channel.layout import RECORD_BYTES
 from baton.core.events import DrainRequested, LeaseChanged, TimePassed
 from baton.core.ids import Member, Peer, Role
 from baton.core.outcomes import Reason
@@ -20,7 +22,7 @@ from baton.decode.work import bring, probe, run_step, verify
 from baton.engine.fake import FakeEngine
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import Deliver, End, ReportsReady
-from baton.ports.channel import ArenaInUse
+from baton.ports.channel import ArenaInUse, BlockMark
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
 from baton.ports.lease import LeaseKeeper, MembersChanged, Replaced
 from baton.ports.ledger import AnyOp, Reply, Unavailable
@@ -151,6 +153,7 @@ class Process:
         self.cluster.host.kill(self.me.incarnation)
         if self.role is Role.DECODE and not self.drained:
             self._rot()
+            self._mix_up()
         self.cluster.leave(self)
         self.ledger.crash()
         for timer in (self._timer, self._lease_timer):
@@ -167,6 +170,29 @@ class Process:
             byte = random.randrange(layout.block_bytes)
             self.cluster.host.flip(arena.ref, block, byte, 1 << random.randrange(8))
             self.cluster.tell(self.worker_id, "rotten", {"block": block})
+
+    def _mix_up(self) -> None:
+        """Give a record another one's name: its checksum and its bytes are its own."""
+        random, arena = self.cluster.clock.random, self.arena
+        marks = [arena.marked(number) for number in range(arena.blocks_total)]
+        named = [mark for mark in marks if mark.chain]
+        while len(named) > 1 and self.cluster.mixes_up_now():
+            mark = named.pop(random.randrange(len(named)))
+            other = random.choice(named)
+            arena.mark([replace(mark, chain=other.chain)])
+            self.cluster.tell(self.worker_id, "mixed_up", {"block": mark.block})
+
+    def _mark(self, marks: tuple[BlockMark, ...]) -> None:
+        """Store records; be killed in the middle of one, with new fields under the old word."""
+        if not self.cluster.tears_now():
+            self.arena.mark(marks)
+            return
+        random = self.cluster.clock.random
+        last = random.randrange(len(marks))
+        self.arena.mark(marks[:last])
+        self.arena.tear(marks[last], random.randrange(8, RECORD_BYTES))
+        self.cluster.tell(self.worker_id, "torn", {"block": marks[last].block})
+        self.kill()
 
     def drain(self) -> None:
         """SIGTERM: it finishes or hands over what it has, ends, and is started again."""
@@ -229,6 +255,8 @@ class Process:
             before = oracles.held(self.role, self.machine, event)
             for command in self.machine.handle(event, self.cluster.clock.now()):
                 self._execute(command)
+                if not self.alive:
+                    return  # killed in the middle of it
             oracles.unchanged(self.role, self.machine, event, before)
             self._check()
         self._handling = False
@@ -299,7 +327,7 @@ class Process:
             case Exit(code, reason):
                 self._exit(code, reason)
             case MarkBlocks(marks):
-                self.arena.mark(marks)
+                self._mark(marks)
             case VerifyBlocks():
                 self.later(self._some(0.002), lambda: self.feed(self._verified(command)))
             case ImportBlocks():

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.channel import checksum
 from baton.core.blocks import BlockPool
-from baton.decode import work
+from baton.decode import takeover, work
 from baton.decode.handover import Handover
 from baton.decode.machine import DecodeMachine
 from baton.decode.sequence import Sequence
@@ -110,6 +111,27 @@ def no_verification_of_imports(patch: Patch) -> None:
     patch.setattr(work, "_bring_one", mutant)
 
 
+def no_verification_at_a_take_over(patch: Patch) -> None:
+    def mutant(former: Any, marks: Any, good: Any, alive: Any) -> takeover.TakenOver:
+        named = [mark.block for mark in marks if mark.chain and mark.state in takeover.KEPT]
+        return rebuild(former, marks, named, alive)
+
+    rebuild = takeover.rebuild
+    patch.setattr(takeover, "rebuild", mutant)
+
+
+def no_quarantine_at_a_take_over(patch: Patch) -> None:
+    def mutant(former: Any, marks: Any, good: Any, alive: Any) -> takeover.TakenOver:
+        return rebuild(former, marks, good, ())
+
+    rebuild = takeover.rebuild
+    patch.setattr(takeover, "rebuild", mutant)
+
+
+def no_name_in_the_checksum(patch: Patch) -> None:
+    patch.setattr(checksum, "seed_of", lambda chain: 0)
+
+
 STALLING = Scenario(
     prefills=2, blocks=20, requests=40, spread_s=8.0, cancels=8, stalls=6, freezes=2
 )
@@ -156,6 +178,23 @@ MUTATIONS = {
         no_proof_of_death,
         STALLING,
         ("read wrong KV", "wrong tokens", "a store without permission"),
+    ),
+    "a take-over trusts what it finds": Mutation(
+        no_verification_at_a_take_over,
+        Scenario(blocks=200, requests=40, kills=6, victims=("decode-0",), rots=200),
+        ("wrong KV", "wrong tokens"),
+    ),
+    "a take-over keeps a block under a name that is not its own": Mutation(
+        no_name_in_the_checksum,
+        Scenario(blocks=200, requests=40, kills=6, victims=("decode-0",), mixups=200),
+        ("wrong KV", "wrong tokens"),
+    ),
+    "a take-over frees what a living writer may store into": Mutation(
+        no_quarantine_at_a_take_over,
+        Scenario(
+            prefills=2, blocks=20, requests=60, kills=8, victims=("decode-0",), stalls=12, tears=2
+        ),
+        ("wrong KV", "wrong tokens"),
     ),
     "blocks dropped in mid step are lost": Mutation(
         no_end_of_a_drop,

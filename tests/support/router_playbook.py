@@ -29,10 +29,10 @@ from support.machine_playbook import Like, Playbook, request, sent
 ME, G = Peer("router-0", 1), Peer("gateway-0", 2)
 P, P1 = Peer("prefill-0", 3), Peer("prefill-1", 4)
 D, D1 = Peer("decode-0", 5), Peer("decode-1", 6)
-D_AGAIN = Peer("decode-0", 7)
+D_AGAIN, D1_AGAIN = Peer("decode-0", 7), Peer("decode-1", 8)
 ROLES = {
     **{G: Role.GATEWAY, P: Role.PREFILL, P1: Role.PREFILL},
-    **{D: Role.DECODE, D1: Role.DECODE, D_AGAIN: Role.DECODE},
+    **{D: Role.DECODE, D1: Role.DECODE, D_AGAIN: Role.DECODE, D1_AGAIN: Role.DECODE},
 }
 SIZE = 16
 R = RequestState

@@ -84,8 +84,9 @@ class Placement:
         self.limits = limits
         self.local_prefill_max_tokens = local_prefill_max_tokens
         self.workers: dict[Peer, WorkerView] = {}
-        #: Prefix name -> the decode worker that last computed it.
-        self._affinity: OrderedDict[bytes, Peer] = OrderedDict()
+        #: Prefix name -> the decode worker that last computed it. Its memory outlives its process,
+        #: so this is its stable name.
+        self._affinity: OrderedDict[bytes, str] = OrderedDict()
 
     def of(self, role: Role) -> list[WorkerView]:
         return [view for view in self.workers.values() if view.role is role]
@@ -110,7 +111,7 @@ class Placement:
         return f"prompt and answer need {needed} tokens, the largest arena holds {largest}"
 
     def forget(self, peer: Peer) -> None:
-        """A worker is gone, and its prefixes with it: affinity names incarnations."""
+        """A worker is gone; what it had in its cache its successor has."""
         self.workers.pop(peer, None)
 
     def missing(self, *, split: bool) -> tuple[Reason, str] | None:
@@ -179,7 +180,7 @@ class Placement:
             prefill.placed += 1
             prefill.placed_tokens += entry.tokens
         for chain in entry.chains:
-            self._affinity[chain] = place.decode
+            self._affinity[chain] = place.decode.worker_id
             self._affinity.move_to_end(chain)
         while len(self._affinity) > AFFINITY_NAMES_MAX:
             self._affinity.popitem(last=False)
@@ -214,7 +215,7 @@ class Placement:
         """Leading blocks of the prompt that ``view`` probably still has."""
         count = 0
         for chain in entry.chains:
-            if self._affinity.get(chain) != view.peer:
+            if self._affinity.get(chain) != view.peer.worker_id:
                 break
             count += 1
         return count

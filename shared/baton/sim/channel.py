@@ -211,6 +211,14 @@ class SimArena:
         for mark in marks:
             self._records.store(mark)
 
+    def tear(self, mark: BlockMark, byte: int) -> None:
+        """Store a record as one that is killed meanwhile does: up to ``byte``, the word not yet."""
+        record = self._file.records[mark.block * RECORD_BYTES :][:RECORD_BYTES]
+        before = bytes(record)
+        self._records.store(mark)
+        record[:8] = before[:8]
+        record[byte:] = before[byte:]
+
     def marked(self, block: int) -> BlockMark:
         """Return what the metadata says of one block."""
         return self._records.load(block)
