@@ -11,7 +11,7 @@ from pathlib import Path
 
 import orjson
 
-from baton.bench import control_plane, handover, interference
+from baton.bench import control_plane, handover, interference, recovery
 from baton.bench.conditions import conditions, others_cpu_s
 
 Bench = tuple[Callable[[bool], dict[str, object]], Callable[[dict[str, object]], str]]
@@ -28,6 +28,7 @@ BENCHES: dict[str, Bench] = {
         lambda quick: control_plane.measure(requests=20 if quick else 200),
         control_plane.page,
     ),
+    "recovery": (lambda quick: recovery.measure(repeats=1 if quick else 5), recovery.page),
 }
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+COMMAND = [sys.executable, "-m", "baton.cli.main"]
+
 
 class BenchError(RuntimeError):
     """The cluster could not be measured; the text says why."""
@@ -32,6 +34,20 @@ class BenchCluster:
     run_dir: Path
     model: str
     settings: dict[str, str]
+    environ: dict[str, str]
+
+    def processes(self) -> dict[str, int]:
+        """Return the pid of each process that is up and ready, by its name."""
+        done = subprocess.run(
+            [*COMMAND, "status", "--json"],
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        rows = json.loads(done.stdout)["processes"]
+        ready = [row for row in rows if row.get("report") and row["report"].get("ready")]
+        return {row["process"]: row["pid"] for row in ready}
 
     def metrics(self) -> dict[tuple[str, str], float]:
         """Return (sample name, worker) -> value, summed over all other labels."""
@@ -86,16 +102,15 @@ def bench_cluster(**settings: str) -> Iterator[BenchCluster]:
             "BATON_GATEWAY_PORT": str(port),
             **settings,
         }
-        command = [sys.executable, "-m", "baton.cli.main"]
         done = subprocess.run(
-            [*command, "up"], env=environ, capture_output=True, text=True, check=False
+            [*COMMAND, "up"], env=environ, capture_output=True, text=True, check=False
         )
         if done.returncode != 0:
             raise BenchError(f"the cluster did not start:\n{done.stdout}{done.stderr}")
         try:
-            yield BenchCluster(port, run_dir, _model(port), settings)
+            yield BenchCluster(port, run_dir, _model(port), settings, environ)
         finally:
-            subprocess.run([*command, "down"], env=environ, capture_output=True, check=True)
+            subprocess.run([*COMMAND, "down"], env=environ, capture_output=True, check=True)
 
 
 def _model(port: int) -> str:

@@ -39,9 +39,14 @@ class Stream:
         return self.arrivals[0] - self.sent_at
 
 
-def complete(cluster: BenchCluster, prompt: Sequence[int], max_tokens: int) -> Stream:
-    """Stream one greedy completion of exactly ``max_tokens`` tokens."""
-    stream = Stream()
+def complete(
+    cluster: BenchCluster,
+    prompt: Sequence[int],
+    max_tokens: int,
+    stream: Stream | None = None,
+) -> Stream:
+    """Stream one greedy completion of exactly ``max_tokens`` tokens; ``stream`` fills meanwhile."""
+    stream = Stream() if stream is None else stream
     body = {
         "model": cluster.model,
         "prompt": list(prompt),

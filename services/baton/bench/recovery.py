@@ -1,0 +1,151 @@
+"""What the death of a decode process costs its client, by way of recovery and length of context.
+
+A stream is decoded; its decode process is killed; one figure counts: the longest gap between two
+pieces at the client. Three ways: another decode worker imports the blocks; it prefills the prompt
+again (the arena was taken away before the kill); the only decode worker is started again and takes
+its own arena over.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.bench.cluster import BenchCluster, bench_cluster
+from baton.bench.figures import spread_ms, table
+from baton.bench.streams import Stream, complete, random_prompt
+
+LENGTHS = (500, 2000, 4000)
+#: Pieces before the kill, and the length of the whole answer.
+BEFORE, ANSWER = 20, 80
+PATIENCE_S = 120.0
+WAYS = {
+    "import": "another decode worker imports",
+    "prefill": "another one, prompt prefilled again",
+    "take_over": "the only one, restarted",
+}
+
+
+def measure(*, repeats: int, lengths: tuple[int, ...] = LENGTHS) -> dict[str, object]:
+    """Return the gaps of all ways and lengths, and the tokens found and computed again."""
+    result: dict[str, object] = {"repeats": repeats}
+    for way in WAYS:
+        decodes = "1" if way == "take_over" else "2"
+        with bench_cluster(BATON_CLUSTER_DECODE=decodes) as cluster:
+            complete(cluster, random_prompt(64, 1), 4)
+            result[way] = {str(n): _series(cluster, way, n, repeats) for n in lengths}
+    return result
+
+
+def _series(cluster: BenchCluster, way: str, tokens: int, repeats: int) -> dict[str, object]:
+    runs = [
+        _killed(cluster, way, random_prompt(tokens, 1_000 * tokens + number))
+        for number in range(repeats)
+    ]
+    return {
+        "gap_ms": spread_ms([run.gap_s for run in runs]),
+        "gap_before_ms": spread_ms([run.calm_s for run in runs]),
+        "found": [run.recovered["found"] for run in runs],
+        "computed_again": [run.recovered["computed_again"] for run in runs],
+        "ways": [run.recovered["way"] for run in runs],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One stream whose decode process was killed."""
+
+    calm_s: float
+    """The longest gap before the kill."""
+    gap_s: float
+    """The longest one after it."""
+    recovered: dict[str, object]
+    """What the worker that went on logged of it."""
+
+
+def _killed(cluster: BenchCluster, way: str, prompt: list[int]) -> Run:
+    """Stream, and kill in mid-stream."""
+    _until(lambda: _all_ready(cluster, way), "everybody to be ready")
+    pids = cluster.processes()
+    stream = Stream()
+    client = threading.Thread(target=complete, args=(cluster, prompt, ANSWER, stream))
+    client.start()
+    _until(lambda: len(stream.arrivals) >= BEFORE or bool(stream.error), "the first tokens")
+    placed = cluster.events("router-0", "placed")[-1]
+    victim = str(placed["decode"]).partition("/")[0]
+    if way == "prefill":
+        for path in Path("/dev/shm").glob(f"baton-bench-{os.getpid()}-{victim}.arena"):
+            path.unlink()
+    killed_at = time.monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    client.join()
+    if stream.error:
+        raise RuntimeError(stream.error)
+    gaps = [
+        (after, after - before)
+        for before, after in zip(stream.arrivals, stream.arrivals[1:], strict=False)
+    ]
+    return Run(
+        max(gap for end, gap in gaps if end <= killed_at),
+        max(gap for end, gap in gaps if end > killed_at),
+        _recovered(cluster, str(placed["request_id"])),
+    )
+
+
+def _recovered(cluster: BenchCluster, request_id: str) -> dict[str, object]:
+    found = [
+        event
+        for log in (cluster.run_dir / "logs").glob("decode-*.log")
+        for event in cluster.events(log.stem, "recovered")
+        if event["request_id"] == request_id
+    ]
+    return max(found, key=lambda event: str(event["ts"]))
+
+
+def _all_ready(cluster: BenchCluster, way: str) -> bool:
+    wanted = {"decode-0"} if way == "take_over" else {"decode-0", "decode-1"}
+    return wanted | {"prefill-0"} <= set(cluster.processes())
+
+
+def _until(seen: Callable[[], bool], what: str) -> None:
+    began = time.monotonic()
+    while not seen():
+        if time.monotonic() - began > PATIENCE_S:
+            raise RuntimeError(f"waited in vain for {what}")
+        time.sleep(0.005)
+
+
+def page(result: dict[str, object]) -> str:
+    """Return the table."""
+    rows = []
+    for way, words in WAYS.items():
+        series = result[way]
+        assert isinstance(series, dict)
+        for length, figures in series.items():
+            gap, calm = figures["gap_ms"], figures["gap_before_ms"]
+            rows.append(
+                (
+                    words,
+                    length,
+                    gap["count"],
+                    round(gap["p50"]),
+                    round(gap["max"]),
+                    round(calm["p50"]),
+                    max(figures["computed_again"]),
+                )
+            )
+    header = (
+        "after the kill",
+        "context tokens",
+        "n",
+        "gap p50 ms",
+        "gap max ms",
+        "longest gap before p50 ms",
+        "computed again, most",
+    )
+    return table(header, rows)
