@@ -6,7 +6,7 @@ the run's one source of chance, and can be killed, frozen and started again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from baton.core.prefix import chain_root
 from baton.decode.io import ImportBlocks, MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
 from baton.decode.machine import DecodeMachine
 from baton.decode.takeover import take_stock
-from baton.decode.work import bring, probe, run_step, verify
+from baton.decode.work import Turns, bring, probe, run_step, verify
 from baton.engine.fake import FakeEngine
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import Deliver, End, ReportsReady
@@ -126,6 +126,7 @@ class Process:
             "sim", self.me, cluster.layout, cluster.compat, blocks=cluster.blocks
         )
         self.arena = arena
+        self.turns = Turns(self._import_piece)
         self.engine.attach(arena.ref.file_id, arena.memory)
         found = None
         if arena.former is not None:
@@ -332,7 +333,7 @@ class Process:
                 self.later(self._some(0.002), lambda: self.feed(self._verified(command)))
             case ImportBlocks():
                 sources = self.cluster.host.sources("sim", self.cluster.layout, self.cluster.compat)
-                self._bring(bring(self.arena, sources, command, self.cluster.clock))
+                self.turns.add(bring(self.arena, sources, command, self.cluster.clock))
             case ProbeWriter():
                 self.later(self._some(0.0002), lambda: self.feed(probe(self.arena, command)))
             case RunStep():
@@ -357,17 +358,15 @@ class Process:
     def _verified(self, command: VerifyBlocks) -> object:
         return verify(self.arena, command, self.cluster.clock)
 
-    def _bring(self, pieces: Iterator[object | None]) -> None:
+    def _import_piece(self, piece: Callable[[], object]) -> None:
         """Import piece by piece; anything may happen in between."""
 
-        def piece() -> None:
-            event = next(pieces)
-            if event is None:
-                self._bring(pieces)
-            else:
+        def due() -> None:
+            event = piece()
+            if event is not None:
                 self.feed(event)
 
-        self.later(self._some(0.002), piece)
+        self.later(self._some(0.002), due)
 
     def _step(self, command: RunStep) -> Callable[[], object]:
         return lambda: run_step(self.engine, self.arena, command, self.cluster.clock)

@@ -13,7 +13,7 @@ import pytest
 from baton.core.outcomes import Ending
 from sim.cluster import Cluster, Scenario
 
-SEEDS = range(4)
+SEEDS = range(2)
 LOAD = Scenario(decodes=2, blocks=200, requests=16, max_tokens=(100, 200), spread_s=1.0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -112,3 +114,17 @@ def test_a_source_that_is_not_there_is_an_answer() -> None:
     world = World()
     event = world.bring(world.command(3, source="decode-7"))
     assert event.sums == () and "decode-7" in event.why
+
+
+def test_imports_take_their_turn_after_each_other_and_leave_turns_to_others() -> None:
+    """The first is not held up by the second, and neither holds up what else the thread has."""
+    world, thread, said = World(), deque[Callable[[], object]](), []
+    turns = work.Turns(thread.append)
+    for count in (2 * work.PIECE_BLOCKS, 1):
+        turns.add(world.pieces(world.command(count)))
+    thread.append(lambda: "something else")
+    while thread:
+        event = thread.popleft()()
+        if event is not None:
+            said.append(len(event.sums) if isinstance(event, BlocksImported) else event)
+    assert said == ["something else", 2 * work.PIECE_BLOCKS, 1]

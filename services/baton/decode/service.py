@@ -12,7 +12,7 @@ from baton.core.prefix import chain_root
 from baton.decode.io import ImportBlocks, MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
 from baton.decode.machine import DecodeMachine
 from baton.decode.takeover import TakenOver, take_stock
-from baton.decode.work import bring, probe, run_step, verify
+from baton.decode.work import Turns, bring, probe, run_step, verify
 from baton.engine.info import ModelNotPrepared
 from baton.runtime.engine_thread import EngineThread
 from baton.runtime.model import ServedModel, served_model
@@ -54,6 +54,7 @@ def build(context: Context) -> Service:
     )
     steps = EngineThread(context.feed, context.crash, context.clock)
     checks = EngineThread(context.feed, context.crash, context.clock, name="verify")
+    turns = Turns(checks.submit)
 
     async def start() -> None:
         arena.complete()
@@ -82,15 +83,7 @@ def build(context: Context) -> Service:
         arena.mark(command.marks)
 
     def bring_in(command: ImportBlocks) -> None:
-        pieces = bring(arena, sources, command, context.clock)
-
-        def piece() -> object:
-            event = next(pieces)
-            if event is None:
-                checks.submit(piece)
-            return event
-
-        checks.submit(piece)
+        checks.submit(lambda: turns.add(bring(arena, sources, command, context.clock)))
 
     def look(command: ProbeWriter) -> None:
         context.feed(probe(arena, command))

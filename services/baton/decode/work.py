@@ -6,7 +6,8 @@ simulator both call these, so what is simulated is what runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from baton.decode.io import (
@@ -81,6 +82,29 @@ def bring(
         source.close()
     seconds = clock.now() - began
     yield BlocksImported(command.request_id, command.epoch, tuple(sums), seconds, why)
+
+
+class Turns:
+    """Imports one after the other, so that the first is soon done, with other work of the thread
+    between their pieces. Belongs to that thread."""
+
+    def __init__(self, submit: Callable[[Callable[[], object]], None]) -> None:
+        """``submit`` queues work in the thread and feeds what it returns."""
+        self._submit = submit
+        self._imports: deque[Iterator[BlocksImported | None]] = deque()
+
+    def add(self, pieces: Iterator[BlocksImported | None]) -> None:
+        self._imports.append(pieces)
+        if len(self._imports) == 1:
+            self._submit(self._piece)
+
+    def _piece(self) -> BlocksImported | None:
+        event = next(self._imports[0])
+        if event is not None:
+            self._imports.popleft()
+        if self._imports:
+            self._submit(self._piece)
+        return event
 
 
 def _bring_one(
