@@ -56,6 +56,10 @@ test: install-dev model ## prove a commit: unit, simulation, conformance, integr
 test-all: install-dev model ## the same and the slow tests
 	@exec $(PROVE) $(ARGS)
 
+.PHONY: chaos
+chaos: install-dev ## kill, freeze and cut everything at every stage, by the hundred (ARGS="--faults 100")
+	@PYTHONPATH=tests exec $(VENV_PYTHON) -m chaos.run $(ARGS)
+
 .PHONY: lint
 lint: install-dev ## style (ruff) and import rules (import-linter)
 	@$(VENV_PYTHON) -m ruff check .

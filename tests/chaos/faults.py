@@ -24,7 +24,7 @@ from chaos.place import Place
 
 ROLES = ("prefill", "decode", "router", "gateway")
 ACTIONS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(ROLES, ("kill", "freeze", "term")),
+    **dict.fromkeys(ROLES, ("kill", "freeze", "term", "restart")),
     "ledger": ("kill", "freeze", "wipe", "roll back", "stall", "cut"),
     "client": ("cut", "stall"),
 }
@@ -204,6 +204,11 @@ async def _to_worker(place: Place, done: Done, stop: Stop) -> None:
             stop.let_go()
             await _ended(process)
             await asyncio.to_thread(_start_again, place, name)
+        case "restart":
+            # As `baton restart` asks for it; whoever restarts ended processes starts the successor.
+            process.send(signal.SIGUSR2)
+            stop.let_go()
+            await _ended(process)
 
 
 def _instance(place: Place, fault: Fault, stop: Stop) -> str:

@@ -241,8 +241,10 @@ class Run:
             self._leak(f"after the end: {words}")
 
     def _leak(self, words: str) -> None:
-        self.leaks.append(words)
-        say(f"LEAK {words}")
+        """Note it, once: what stays is found by every audit."""
+        if words not in self.leaks:
+            self.leaks.append(words)
+            say(f"LEAK {words}")
 
     async def _judge_probes(self) -> None:
         """Ask every probe again, undisturbed, and judge what was heard of it during the run."""

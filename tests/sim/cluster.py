@@ -21,10 +21,12 @@ from baton.core.limits import Limits
 from baton.core.outcomes import Ending
 from baton.engine.fake_model import fake_info
 from baton.engine.info import compat_of, layout_of
+from baton.ports.transport import Received
 from baton.sim.channel import SimHost
 from baton.sim.clock import VirtualClock
 from baton.sim.ledger import SimLedger
 from baton.sim.network import CALM, Faults, SimNetwork, SimTransport
+from baton.wire.messages import TokensWanted
 from sim.clients import Clients
 from sim.process import Process
 
@@ -71,6 +73,9 @@ class Scenario:
     waits: it stores when it wakes, into whatever the blocks are by then."""
     cuts: int = 0
     """Links between two processes cut for a while, one way or both, while all others hold."""
+    echoes: int = 0
+    """Decode workers are asked once more for tokens that they have sent, as a gateway does that has
+    seen a gap or was linked anew."""
     cut_pair: tuple[str, str] | None = None
     """Whose link is cut; ``None``: anybody's."""
     faults: Faults = CALM
@@ -109,6 +114,7 @@ def draw(seed: int) -> Scenario:
         drains=random.choice((0, 0, 1, 2)),
         mixups=random.choice((0, 0, 2, 6)),
         tears=0 if calm else random.choice((0, 0, 1, 2)),
+        echoes=random.choice((0, 0, 3, 12)),
     )
 
 
@@ -263,6 +269,8 @@ class Cluster:
         for _ in range(scenario.drains):
             victim = clock.random.choice(decodes)
             clock.call_later(clock.random.uniform(0, scenario.spread_s), victim.drain)
+        for _ in range(scenario.echoes):
+            clock.call_later(clock.random.uniform(0, scenario.spread_s), self._echo)
         for _ in range(scenario.cuts):
             self._cut_a_link(clock.random.uniform(0, scenario.spread_s))
         for _ in range(scenario.ledger_faults):
@@ -274,6 +282,21 @@ class Cluster:
         at = self.clock.random.uniform(0, self.scenario.spread_s)
         self.clock.call_later(at, victim.freeze)
         self.clock.call_later(at + self.clock.random.choice((0.3, 1.0, 3.0)), victim.thaw)
+
+    def _echo(self) -> None:
+        """One sequence that decodes is asked for everything from somewhere before its end."""
+        speaking = [
+            (process, seq)
+            for process in self.processes.values()
+            if process.role is Role.DECODE and process.alive and not process.frozen
+            for seq in process.machine.state.sequences.values()
+            if seq.sent_first
+        ]
+        if speaking:
+            process, seq = self.clock.random.choice(speaking)
+            index = self.clock.random.randrange(len(seq.output))
+            wanted = TokensWanted(seq.spec.request_id, seq.epoch, index)
+            process.feed(Received(seq.spec.gateway, wanted))
 
     def _ask(self) -> None:
         gateway = self.processes["gateway-0"]

@@ -2,9 +2,6 @@
 
 A mutation is applied in this process, over the production code, and undone after the test. Every
 scenario is made so that the rule matters in it: few blocks, writers that stall, bits that flip.
-
-The gateway's index check is not among them: only decode sends tokens and a link delivers once, so
-nothing in a run repeats an index. It is held by ``tests/unit/test_gateway_machine.py``.
 """
 
 from __future__ import annotations
@@ -57,6 +54,8 @@ def no_quarantine(patch: Patch) -> None:
 
     patch.setattr(BlockPool, "hold", nothing)
     patch.setattr(BlockPool, "unhold", nothing)
+    # Counting finds it at once; here what follows from it is to be found.
+    patch.setattr("sim.process.holdings", lambda machine: None)
 
 
 def no_fence(patch: Patch) -> None:
@@ -70,6 +69,15 @@ def no_epoch_at_the_gateway(patch: Patch) -> None:
         return accept(self, peer, role, msgspec.structs.replace(run, epoch=self.epoch))
 
     patch.setattr(Session, "accept", mutant)
+
+
+def no_index_at_the_gateway(patch: Patch) -> None:
+    take = Session._take
+
+    def mutant(self: Session, run: Any, fresh: Any) -> bool:
+        return take(self, msgspec.structs.replace(run, index=len(self.ids)), fresh)
+
+    patch.setattr(Session, "_take", mutant)
 
 
 def no_epoch_in_the_hand_over(patch: Patch) -> None:
@@ -168,6 +176,11 @@ MUTATIONS = {
             cut_pair=("router-0", "decode-0"),
         ),
         ("effect of a lower epoch",),
+    ),
+    "the gateway takes every token for the next one": Mutation(
+        no_index_at_the_gateway,
+        Scenario(requests=25, echoes=30, max_tokens=(30, 60)),
+        ("wrong tokens", "gap or duplicate"),
     ),
     "decode takes any epoch from prefill": Mutation(
         no_epoch_in_the_hand_over,
