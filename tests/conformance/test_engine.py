@@ -14,10 +14,12 @@ from baton.core.sampling import SamplingParams
 from baton.engine.fake import FakeEngine
 from baton.engine.fake_model import fake_info
 from baton.engine.info import layout_of
+from baton.engine.native.library import Level
 from baton.engine.torch_engine import TorchEngine
 from baton.ports.engine import Engine, StepFailed
+from support.engine_compiled import LEVELS, attention_engine, step_engine
 from support.engine_models import VOCAB, tiny_info, tiny_model
-from support.engine_steps import Arena, Sequel, ids_of
+from support.engine_steps import Arena, Sequel, by_token, ids_of
 
 BLOCK = 16
 #: Longer than two attention tiles, not a multiple of anything.
@@ -45,7 +47,18 @@ ENGINES: dict[str, Make] = {
     "window": lambda: make_torch("gemma3"),
     "softcap": lambda: make_torch("gemma2", "bfloat16"),
     "experts": lambda: make_torch("mixtral"),
+    "step": lambda: step_engine("llama", "float32"),
+    "step bfloat16": lambda: step_engine("qwen3", "bfloat16"),
+    "step window": lambda: step_engine("mistral-window", "float32", threads=2),
+    "step avx2": lambda: step_engine("llama", "float32", level=other_level()),
+    "attention": lambda: attention_engine("gemma3", "float32", threads=2),
+    "attention softcap": lambda: attention_engine("gemma2", "bfloat16"),
 }
+
+
+def other_level() -> Level:
+    """A level below the best, as another machine may have it."""
+    return LEVELS[min(len(LEVELS) - 1, [*(at.name for at in LEVELS), "avx2"].index("avx2"))]
 
 
 @pytest.fixture(params=ENGINES)
@@ -65,11 +78,8 @@ def table(count: int, seed: int = 2) -> Any:
 
 def kv_of(engine: Engine, arena: Arena, sequel: Sequel, positions: int) -> Any:
     """Return the bytes of a sequence's first positions, as uint8 [positions, ...]."""
-    layout = engine.layout
-    shape = (layout.layers, 2, BLOCK, layout.token_bytes_per_axis)
-    whole = np.frombuffer(arena.memory, dtype=np.uint8).reshape(arena.blocks, *shape)
-    lines = whole[sequel.blocks]
-    return np.moveaxis(lines, 3, 1).reshape(-1, *lines.shape[1:3], lines.shape[4])[:positions]
+    lines = by_token(arena.memory, engine.layout)[sequel.blocks]
+    return lines.reshape(-1, lines.shape[-1])[:positions]
 
 
 def alone(engine: Engine, prompt: Any, steps: int = 6, **changes: Any) -> tuple[Sequel, Arena]:

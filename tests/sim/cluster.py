@@ -20,7 +20,7 @@ from baton.core.lifecycles import BlockState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending
 from baton.engine.fake_model import fake_info
-from baton.engine.info import compat_of, layout_of
+from baton.engine.info import KERNELS, compat_of, layout_of
 from baton.ports.transport import Received
 from baton.sim.channel import SimHost
 from baton.sim.clock import VirtualClock
@@ -131,7 +131,7 @@ class Cluster:
         # One layer and one head keep the bytes few; every rule is the same for more.
         self.info = fake_info(layers=1, kv_heads=1)
         self.layout = layout_of(self.info, "float32", 16)
-        self.compat = compat_of(self.info, self.layout, "fake")
+        self.compat = compat_of(self.info, self.layout, KERNELS["fake"])
         self.host = SimHost(self.clock.now)
         self.network = SimNetwork(self.clock)
         self.ledger = SimLedger(

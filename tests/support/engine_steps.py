@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from baton.core.sampling import SamplingParams
-from baton.ports.engine import Engine, Row, Sampled, SampleSpec, TokenIds
+from baton.ports.engine import Engine, KVLayout, Row, Sampled, SampleSpec, TokenIds
 
 GREEDY = SamplingParams(seed=1, temperature=0.0)
 
@@ -23,6 +24,28 @@ def child_env() -> dict[str, str]:
 def ids_of(values: Iterable[int]) -> TokenIds:
     """Return token ids as the engine takes them."""
     return np.array(list(values), dtype=np.int32)
+
+
+def by_token(memory: bytes | bytearray, layout: KVLayout) -> Any:
+    """Return what lies in blocks, whatever their order: uint8 [blocks, block_size, ...]."""
+    side, size = 4 // layout.itemsize, layout.block_size
+    heads, width = layout.heads, layout.head_dim
+    whole = np.frombuffer(memory, f"u{layout.itemsize}")
+    if layout.order == "tokens":
+        found = whole.reshape(-1, layout.layers, 2, size, heads, width).transpose(0, 3, 1, 2, 4, 5)
+    else:
+        parts = whole.reshape(-1, layout.layers, 2, heads, size * width)
+        lines = parts.shape[:2]
+        keys = parts[:, :, 0].reshape(*lines, heads, width // side, size, side)
+        values = parts[:, :, 1].reshape(*lines, heads, size // side, width, side)
+        found = np.stack(
+            (
+                keys.transpose(0, 4, 1, 2, 3, 5).reshape(-1, size, layout.layers, heads, width),
+                values.transpose(0, 3, 5, 1, 2, 4).reshape(-1, size, layout.layers, heads, width),
+            ),
+            axis=3,
+        )
+    return np.ascontiguousarray(found).view(np.uint8).reshape(len(found), size, -1)
 
 
 @dataclass

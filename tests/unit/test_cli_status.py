@@ -45,9 +45,11 @@ def test_a_process_without_a_lease_is_starting(capsys: pytest.CaptureFixture[str
         {"process": "ledger", "role": "ledger", "state": "running", "pid": 8},
         {"process": "prefill-0", "role": "prefill", "state": "exited", "exit_code": 1},
     ]
+    kernels = {"running": ["torch-tiles-1 x86_64"], "note": "plain torch: no compiler"}
     picture = {"ready": False, "trouble": [], "model": "tiny", "processes": processes}
-    show(picture, RECORD)
+    show({**picture, "kernels": kernels}, RECORD)
     title, _, *lines = capsys.readouterr().out.splitlines()
+    assert lines.pop() == "kernels: torch-tiles-1 x86_64 (plain torch: no compiler)"
     assert title == "baton-x at http://127.0.0.1:8000: split, tiny, NOT ready"
     rows = {line.split()[0]: line.split() for line in lines}
     assert rows["decode-0"][-1] == "starting"

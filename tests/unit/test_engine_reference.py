@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,11 @@ import numpy as np
 import pytest
 
 from baton.engine.build import build_engine
+from baton.engine.info import read_info
+from baton.engine.kernels import choose_kernels
+from baton.engine.pack import pack
 from baton.ports.engine import Engine
+from support.engine_compiled import library_of
 from support.engine_steps import Arena, Sequel, ids_of
 
 pytest_plugins = ["support.engine_fixtures"]
@@ -26,9 +29,34 @@ FEW = [*range(0, len(PROMPTS), 7), 1, 8, 15]
 BATCH = 12
 
 
-@cache
-def engine_of(model_dir: Path) -> Engine:
-    return build_engine(model_dir, dtype="float32", threads=1)
+@pytest.fixture(
+    scope="session",
+    params=["torch", pytest.param("attention", marks=pytest.mark.slow), "step"],
+)
+def engine(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Engine:
+    """The default model in float32, on each kind of kernels; the packed weights lie elsewhere."""
+    folder = tmp_path_factory.mktemp(request.param)
+    for file in model_dir.iterdir():
+        if not file.name.startswith("packed-"):
+            (folder / file.name).symlink_to(file)
+    if request.param == "torch":
+        return build_engine(folder, dtype="float32", threads=1)
+    library = library_of().path
+    info = read_info(folder)
+    if request.param == "step":
+        pack(folder, info, "float32", library)
+    kernels = choose_kernels(
+        "compiled",
+        folder,
+        info,
+        dtype="float32",
+        block_size=16,
+        cache_dir=library.parent.parent,
+    )
+    assert kernels.name.startswith(request.param)
+    return build_engine(folder, dtype="float32", threads=1, kernels=kernels)
 
 
 def answered(engine: Engine, numbers: list[int]) -> list[list[int]]:
@@ -55,8 +83,7 @@ def ended(sequel: Sequel) -> bool:
     return sequel.output[-1] in REFERENCE["eos_ids"]
 
 
-def check(model_dir: Path, numbers: list[int]) -> None:
-    engine = engine_of(model_dir)
+def check(engine: Engine, numbers: list[int]) -> None:
     assert engine.info.digest == REFERENCE["model"], (
         "the prepared model is not the one greedy.json was made from: make one of them anew "
         "(tests/reference/make_greedy.py)"
@@ -79,13 +106,13 @@ def test_the_reference_covers_the_borders() -> None:
 
 
 @pytest.mark.model
-def test_twelve_prompts_equal_generate(model_dir: Path) -> None:
+def test_twelve_prompts_equal_generate(engine: Engine) -> None:
     """One prompt of each length and three more, decoded as one batch."""
-    check(model_dir, FEW)
+    check(engine, FEW)
 
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_all_other_prompts_equal_generate(model_dir: Path) -> None:
+def test_all_other_prompts_equal_generate(engine: Engine) -> None:
     """The whole reference."""
-    check(model_dir, [number for number in range(len(PROMPTS)) if number not in FEW])
+    check(engine, [number for number in range(len(PROMPTS)) if number not in FEW])

@@ -120,17 +120,21 @@ class Cluster:
             self._reclaim()
             self._check_port()
             self.config = settings_file.write(
-                settings_file.resolve(self.config, self.run_dir, self._model_folder()),
+                settings_file.resolve(self.config, self.run_dir, *self._model()),
                 self.run_dir / supervisor.SETTINGS_NAME,
             )
             (self.run_dir / supervisor.CONFIG_NAME).write_text(supervisor.render(self.config))
             (self.run_dir / leftovers.LOGS).mkdir(mode=0o700, exist_ok=True)
             return self._launch(in_foreground)
 
-    def _model_folder(self) -> Path | None:
+    def _model(self) -> tuple[Path | None, Path | None]:
+        """Return the prepared model's folder and the cache, made ready if need be."""
         if self.config.engine.kind == "fake":
-            return None
-        return models.ensure_prepared(self.config.model.path, cache_dir(self.config, self._environ))
+            return None, None
+        cache = cache_dir(self.config, self._environ)
+        folder = models.ensure_prepared(self.config.model.path, cache)
+        models.ensure_kernels(self.config, folder, cache)
+        return folder, cache
 
     def _environment(self) -> dict[str, str]:
         try:

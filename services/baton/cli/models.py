@@ -1,4 +1,4 @@
-"""`baton model prepare`: fetches the default model's package and has a model prepared.
+"""`baton model prepare`: has a model prepared, and the kernels that compute it.
 
 Decides where the default model's weights come from and that they are the ones we know. Conversion
 and proof are the engine's business and run in a process of their own: this command never loads a
@@ -15,11 +15,14 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from baton.cli.terminal import CommandError, ExitCode, say
-from baton.engine.info import read_info
+from baton.cli.terminal import CommandError, ExitCode, say, warn
+from baton.engine.info import read_info, resolve_dtype
+from baton.engine.kernels import KernelChoice, KernelsMissing
 from baton.engine.prepared import find_prepared
 from baton.engine.sources import DEFAULT_MODEL, names_folder
+from baton.ports.engine import ModelInfo
 from baton.runtime.dirs import cache_dir
+from baton.runtime.model import kernel_choice
 from baton.runtime.settings import Config
 
 #: The package declares a dependency that would be compiled; only its data file is wanted.
@@ -36,7 +39,43 @@ def prepare(config: Config, name: str | None) -> int:
     folder = ensure_prepared(name or config.model.path, cache_dir(config))
     info = read_info(folder)
     say(f"model       {info.name} ({info.parameters / 1e6:.0f} million parameters) in {folder}")
+    kernels = ensure_kernels(config, folder, cache_dir(config))
+    say(f"kernels     {kernels.name}")
     return ExitCode.OK
+
+
+def ensure_kernels(config: Config, folder: Path, cache: Path) -> KernelChoice:
+    """Compile kernels and pack the model's weights for them, if they are missing.
+
+    Raises:
+        CommandError: the settings want compiled kernels, and they cannot be had.
+    """
+    info = read_info(folder)
+    choice = _chosen(config, folder, info, cache)
+    if choice is None or choice.missing:
+        say("making kernels for this CPU, once")
+        dtype = resolve_dtype(config.model.dtype)
+        arguments = [str(folder), dtype, str(cache), config.engine.kernels]
+        command = [sys.executable, "-m", "baton.engine.prepare_kernels", *arguments]
+        subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+        choice = _chosen(config, folder, info, cache)
+    if choice is None:
+        raise CommandError(
+            f"engine.kernels = {config.engine.kernels!r} cannot be had here; "
+            "the reason stands above",
+            ExitCode.CONFIG,
+        )
+    if choice.note and config.engine.kernels == "auto":
+        warn(f"slower than it could be: {choice.note}")
+    return choice
+
+
+def _chosen(config: Config, folder: Path, info: ModelInfo, cache: Path) -> KernelChoice | None:
+    try:
+        return kernel_choice(config, folder, info, cache)
+    except KernelsMissing as error:
+        warn(str(error))
+        return None
 
 
 def ensure_prepared(source: str, cache: Path) -> Path:

@@ -16,10 +16,13 @@ from baton.runtime.config import load
 from baton.runtime.settings import SECTIONS, Config
 
 
-def resolve(config: Config, run_dir: Path, model_folder: Path | None = None) -> Config:
+def resolve(
+    config: Config, run_dir: Path, model_folder: Path | None = None, cache: Path | None = None
+) -> Config:
     """Return ``config`` with everything decided that its processes must agree on.
 
-    ``model_folder`` is the prepared model; the fake engine has none.
+    ``model_folder`` is the prepared model, ``cache`` where its kernels are too; the fake engine has
+    neither.
     """
     cluster = msgspec.structs.replace(config.cluster, run_dir=str(run_dir))
     if config.sources["cluster.name"] == "default":
@@ -32,6 +35,8 @@ def resolve(config: Config, run_dir: Path, model_folder: Path | None = None) -> 
     model = config.model
     if model_folder is not None:
         model = msgspec.structs.replace(model, path=str(model_folder))
+    if cache is not None:
+        model = msgspec.structs.replace(model, cache_dir=str(cache))
     sections = {name: getattr(config, name) for name in SECTIONS}
     sections |= {"cluster": cluster, "gateway": gateway, "model": model}
     return Config(**sections, path=config.path, sources=config.sources)

@@ -20,8 +20,10 @@ from baton.cli.record import ClusterRecord
 from baton.cli.reports import LedgerSilent, Registered, ask, read_members
 from baton.cli.supervisor import LEDGER, Supervisor, spare
 from baton.cli.terminal import ExitCode, say, table, warn
+from baton.core.ids import Role
 from baton.engine.info import ModelNotPrepared, read_info
-from baton.runtime.dirs import ledger_url
+from baton.runtime.dirs import cache_dir, ledger_url
+from baton.runtime.model import kernel_choice
 from baton.runtime.settings import Config
 
 COLUMNS = ("process", "state", "pid", "incarnation", "lease ms", "step", "blocks", "work")
@@ -55,6 +57,7 @@ def gather(cluster: Cluster, found: ClusterRecord, config: Config) -> dict[str, 
         "ready": ready,
         "trouble": trouble,
         "model": _served_name(found, config),
+        "kernels": _kernels(found, config, registered),
         "cluster": msgspec.to_builtins(found),
         "run_dir": str(cluster.run_dir),
         "processes": _merge(_supervised(cluster, spare(config)), registered, reports),
@@ -68,6 +71,21 @@ def _served_name(found: ClusterRecord, config: Config) -> str:
         return config.model.name or read_info(folder).name
     except (OSError, ModelNotPrepared):
         return folder.name
+
+
+def _kernels(found: ClusterRecord, config: Config, registered: list[Registered]) -> dict[str, Any]:
+    """Return the kernel sets that run, and why nothing faster does."""
+    workers = (one.member for one in registered if one.member.role in (Role.PREFILL, Role.DECODE))
+    running = sorted({member.compat.kernels for member in workers if member.compat})
+    note = ""
+    if config.engine.kind != "fake":
+        folder = Path(found.model)
+        try:
+            choice = kernel_choice(config, folder, read_info(folder), cache_dir(config))
+            note = choice.note
+        except (OSError, ModelNotPrepared) as error:
+            note = str(error)
+    return {"running": running, "note": note}
 
 
 def _supervised(cluster: Cluster, spare: str) -> dict[str, dict[str, Any]]:
@@ -124,6 +142,10 @@ def show(picture: Mapping[str, Any], found: ClusterRecord) -> None:
         COLUMNS,
         [_line(row) for row in picture["processes"]],
     )
+    kernels = picture["kernels"]
+    if kernels["running"]:
+        note = f" ({kernels['note']})" if kernels["note"] else ""
+        say(f"kernels: {', '.join(kernels['running'])}{note}")
     for line in picture["trouble"]:
         warn(line)
 

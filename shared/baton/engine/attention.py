@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from baton.engine.compiled_attention import CompiledStep
 from baton.engine.info import ModelRefused
 from baton.engine.plan import (
     GROUP_TILES,
@@ -72,10 +73,18 @@ class ArenaView:
 class AttentionStep:
     """One step's attention: the plan, the arenas, and who called."""
 
-    def __init__(self, plan: StepPlan, arenas: Mapping[str, ArenaView], layout: KVLayout) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        arenas: Mapping[str, ArenaView],
+        layout: KVLayout,
+        compiled: CompiledStep | None = None,
+    ) -> None:
         self.plan = plan
         self.arenas = arenas
         self.layout = layout
+        self.compiled = compiled
+        """Does it instead of this module's own tiles, if there."""
         self.calls: Counter[int] = Counter()
         """Calls by layer: the proof wants exactly one each."""
 
@@ -127,6 +136,11 @@ def paged_attention(
     _refuse_unknown(step.layout, key, value, attention_mask, others)
     step.calls[layer] += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if step.compiled is not None:
+        done = step.compiled.attend(
+            layer, query, key, value, scaling=scale, window=sliding_window, softcap=softcap
+        )
+        return done.to(query.dtype).unsqueeze(0), None
     scaled = query[0].float() * scale
     out = torch.zeros(query.shape[2], query.shape[1], query.shape[3])
     for part in step.plan.parts:

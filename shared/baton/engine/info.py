@@ -17,8 +17,8 @@ from baton.ports.engine import KVLayout, ModelInfo
 #: File name of :class:`ModelInfo` in a prepared model's folder.
 INFO_FILE = "baton.json"
 
-#: The kernel set of each engine kind. A change of any kernel's arithmetic gets a new name: values
-#: of two sets may differ in the last bit, and then recovery would not be exact.
+#: The kernel sets that are not compiled. A change of any kernel's arithmetic gets a new name:
+#: values of two sets may differ in the last bit, and then recovery would not be exact.
 KERNELS = {"torch": "torch-tiles-1", "fake": "fake-1"}
 
 DTYPES = ("float32", "bfloat16")
@@ -88,13 +88,13 @@ def layout_of(info: ModelInfo, dtype: str, block_size: int, order: str = "tokens
     )
 
 
-def compat_of(info: ModelInfo, layout: KVLayout, kind: str) -> Compat:
-    """Return what another process must have equal; ``kind`` is ``torch`` or ``fake``."""
+def compat_of(info: ModelInfo, layout: KVLayout, kernels: str) -> Compat:
+    """Return what another process must have equal; ``kernels`` is the kernel set's name."""
     return Compat(
         model=info.digest,
         tokenizer=info.tokenizer_digest,
         dtype=layout.dtype,
         block_size=layout.block_size,
         layout=layout.describe(),
-        kernels=f"{KERNELS[kind]} {platform.machine()}",
+        kernels=f"{kernels} {platform.machine()}",
     )

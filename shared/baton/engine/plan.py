@@ -200,8 +200,8 @@ class StepPlan:
     """Place of the last token of each row that samples, in the order of the rows."""
 
 
-def plan_step(rows: Sequence[Row], layout: KVLayout) -> StepPlan:
-    """Pack ``rows``."""
+def plan_step(rows: Sequence[Row], layout: KVLayout, *, tiled: bool = True) -> StepPlan:
+    """Pack ``rows``; without the parts unless ``tiled``: another attention has no use for them."""
     lengths = [len(row.token_ids) for row in rows]
     begins = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
     total = padded(int(begins[-1]))
@@ -210,7 +210,7 @@ def plan_step(rows: Sequence[Row], layout: KVLayout) -> StepPlan:
     for row, begin, length in zip(rows, begins, lengths, strict=False):
         ids[0, begin : begin + length] = row.token_ids
         positions[0, begin : begin + length] = np.arange(row.start, row.start + length)
-    arenas = dict.fromkeys(row.arena for row in rows)
+    arenas = dict.fromkeys(row.arena for row in rows) if tiled else {}
     placed = [(row, int(begin)) for row, begin in zip(rows, begins, strict=False)]
     parts = [
         _part(arena, [pair for pair in placed if pair[0].arena == arena], len(arenas) == 1, layout)

@@ -12,11 +12,13 @@ Ties go to the lower token id everywhere, so that equal logits never depend on a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.sampling import SamplingParams
-from baton.ports.engine import Sampled, SampleSpec
+from baton.ports.engine import Row, Sampled, SampleSpec, StepFailed
 from baton.wire.messages import TokenLogprob
 
 F32 = NDArray[np.float32]
@@ -39,6 +41,29 @@ def uniform(seed: int, choice: int, index: int) -> float:
     key = np.array([seed & _MASK_64, choice], dtype=np.uint64)
     raw = int(np.random.Philox(key=key, counter=[index, 0, 0, 0]).random_raw())
     return (raw >> 11) * 2.0**-53
+
+
+def sample_rows(rows: Sequence[Row], logits: NDArray[np.float32]) -> list[Sampled | None]:
+    """Choose the token of every row that samples; ``logits`` has their lines in order.
+
+    Raises:
+        StepFailed: names the rows for which none can be chosen.
+    """
+    results: list[Sampled | None] = []
+    failed: dict[str, str] = {}
+    lines = iter(logits)
+    for row in rows:
+        if row.sample is None:
+            results.append(None)
+            continue
+        try:
+            results.append(sample(next(lines), row.sample))
+        except SamplingFailed as error:
+            failed[row.request_id] = str(error)
+    if failed:
+        text = "; ".join(f"request {name}: {why}" for name, why in failed.items())
+        raise StepFailed(text, tuple(failed), retryable=False)
+    return results
 
 
 def sample(logits: F32, spec: SampleSpec) -> Sampled:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from baton.core.ids import Compat
 from baton.engine.fake_model import write_fake_model
-from baton.engine.info import ModelNotPrepared, compat_of, layout_of, read_info
+from baton.engine.info import ModelNotPrepared, compat_of, layout_of, read_info, resolve_dtype
+from baton.engine.kernels import FAKE, KernelChoice, choose_kernels
 from baton.engine.prepared import find_prepared
 from baton.ports.engine import KVLayout, ModelInfo
 from baton.runtime.dirs import cache_dir
@@ -25,6 +26,7 @@ class ServedModel:
     info: ModelInfo
     layout: KVLayout
     compat: Compat
+    kernels: KernelChoice
     name: str
     """As clients call it."""
 
@@ -33,17 +35,38 @@ def served_model(config: Config, run_dir: Path) -> ServedModel:
     """Return the model that ``config`` names.
 
     Raises:
-        ModelNotPrepared: there is no such prepared model, or it is broken.
+        ModelNotPrepared: there is no such prepared model, it is broken, or there are none of the
+            kernels that the settings ask for.
     """
     folder = model_folder(config, run_dir)
     info = read_info(folder)
-    layout = layout_of(info, config.model.dtype, config.arena.block_size)
+    kernels = kernel_choice(config, folder, info, cache_dir(config))
+    layout = layout_of(info, config.model.dtype, config.arena.block_size, kernels.order)
     return ServedModel(
         folder=folder,
         info=info,
         layout=layout,
-        compat=compat_of(info, layout, config.engine.kind),
+        compat=compat_of(info, layout, kernels.name),
+        kernels=kernels,
         name=config.model.name or info.name,
+    )
+
+
+def kernel_choice(config: Config, folder: Path, info: ModelInfo, cache: Path) -> KernelChoice:
+    """Return the kernels that serve the model on this machine.
+
+    Raises:
+        KernelsMissing: compiled ones are asked for, and there are none.
+    """
+    if config.engine.kind == "fake":
+        return FAKE
+    return choose_kernels(
+        config.engine.kernels,
+        folder,
+        info,
+        dtype=resolve_dtype(config.model.dtype),
+        block_size=config.arena.block_size,
+        cache_dir=cache,
     )
 
 

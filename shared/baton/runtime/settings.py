@@ -65,6 +65,11 @@ class EngineConfig(Section, frozen=True):
 
     kind: Literal["torch", "fake"] = "torch"
     """`torch`: the model; `fake`: a deterministic stand-in for tests and load on the protocol."""
+    kernels: Literal["auto", "compiled", "torch", "avx512bf16", "avx512", "avx2", "portable"] = (
+        "auto"
+    )
+    """`auto`: compiled ones where they are there; `compiled`: those or none; `torch`: plain torch;
+    or one level of the compiled ones, for hosts with different CPUs that work together."""
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Compute threads a worker. 0: its share of the cores."""
 

@@ -23,6 +23,7 @@ def make_engine(context: Context, model: ServedModel) -> Engine:
         block_size=config.arena.block_size,
         threads=context.placement.threads,
         kind=config.engine.kind,
+        kernels=model.kernels,
         knobs=FakeKnobs(
             prefill_ms=fake.prefill_ms,
             step_ms=fake.step_ms,
@@ -37,6 +38,7 @@ def make_engine(context: Context, model: ServedModel) -> Engine:
         model=model.name,
         dtype=model.layout.dtype,
         kernels=engine.kernels,
+        kernels_note=model.kernels.note,
         threads=context.placement.threads,
         seconds=round(context.clock.now() - began, 3),
     )

@@ -1,0 +1,119 @@
+"""Which kernels serve a model on this machine; known to every process, without torch.
+
+Decides between three sets, best first: the compiled step (Llama-like models whose weights are
+packed), the compiled attention under transformers' modules, and plain torch. Nothing is compiled
+or packed here: what is not there is not used, and ``KernelChoice.note`` says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from baton.engine.info import KERNELS, ModelNotPrepared, cpu_flags
+from baton.engine.native import library
+from baton.engine.packed import STEP_ARCHITECTURES, find_packed, packed_path
+from baton.ports.engine import ModelInfo
+
+_LANES = 16
+
+
+class KernelsMissing(ModelNotPrepared):
+    """Compiled kernels were asked for and cannot be had; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """A kernel set."""
+
+    name: str
+    """Part of the compatibility digest."""
+    order: str
+    """Of K and V within a block, see :class:`~baton.ports.engine.KVLayout`."""
+    library: Path | None = None
+    """The compiled library; ``None``: plain torch."""
+    packed: Path | None = None
+    """Packed weights: the whole step is compiled."""
+    note: str = ""
+    """Why nothing faster is used; empty: there is nothing."""
+    missing: bool = False
+    """Whether ``baton model prepare`` may change that."""
+
+
+TORCH = KernelChoice(KERNELS["torch"], "tokens")
+FAKE = KernelChoice(KERNELS["fake"], "tokens")
+
+
+def choose_kernels(
+    setting: str,
+    model_dir: Path,
+    info: ModelInfo,
+    *,
+    dtype: str,
+    block_size: int,
+    cache_dir: Path,
+) -> KernelChoice:
+    """Return the kernels for a prepared model.
+
+    Args:
+        setting: ``auto``, ``compiled`` (nothing else), ``torch``, or a level's name: ``compiled``
+            for just that instruction-set level.
+        model_dir: the prepared folder.
+        info: what it says of itself.
+        dtype: ``float32`` or ``bfloat16``.
+        block_size: tokens a block.
+        cache_dir: where compiled libraries are kept.
+
+    Raises:
+        KernelsMissing: the setting wants compiled kernels, and there are none.
+    """
+    if setting == "torch":
+        return KernelChoice(TORCH.name, TORCH.order, note="engine.kernels is torch")
+    choice = _library(setting, info, block_size, cache_dir)
+    if choice.library is None:
+        if setting != "auto":
+            raise KernelsMissing(f"engine.kernels = {setting!r}: {choice.note}")
+        return choice
+    return _with_step(choice, model_dir, info, dtype)
+
+
+def level_for(setting: str) -> library.Level:
+    """Return the instruction-set level that a setting means here."""
+    if setting in ("auto", "compiled"):
+        return library.best_level()
+    return library.level_named(setting)
+
+
+def _library(setting: str, info: ModelInfo, block_size: int, cache_dir: Path) -> KernelChoice:
+    """Return the compiled attention, or why there is none."""
+    if block_size % _LANES or info.head_dim % _LANES:
+        return _plain(f"a block of {block_size}, a head of {info.head_dim}: multiples of 16 needed")
+    level = level_for(setting)
+    if not level.flags <= cpu_flags():
+        return _plain(f"this CPU has no {level.name}")
+    file = library.find_library(cache_dir, level)
+    if file is None:
+        why = f"kernels for {level.name} are not compiled: run `baton model prepare`"
+        return _plain(why, missing=True)
+    return KernelChoice(library.name_of(level), "lanes", file)
+
+
+def _with_step(choice: KernelChoice, model_dir: Path, info: ModelInfo, dtype: str) -> KernelChoice:
+    """Return the compiled step, if the model's weights are packed for it."""
+    packed = find_packed(model_dir, dtype, info)
+    if packed is not None and not packed.refused:
+        path = packed_path(model_dir, dtype)
+        return replace(choice, name=f"step-{choice.name}", packed=path)
+    missing = packed is None and info.architecture in STEP_ARCHITECTURES
+    if packed is not None:
+        why = packed.refused
+    elif missing:
+        why = "its weights are not packed: run `baton model prepare`"
+    else:
+        why = "the compiled step is for others"
+    note = f"{info.architecture}: compiled attention under transformers' modules; {why}"
+    return replace(choice, name=f"attention-{choice.name}", note=note, missing=missing)
+
+
+def _plain(why: str, *, missing: bool = False) -> KernelChoice:
+    return KernelChoice(TORCH.name, TORCH.order, note=f"plain torch: {why}", missing=missing)

@@ -1,0 +1,135 @@
+"""The compute engine whose whole step is one compiled call, for Llama-like models; without torch.
+
+Decides how rows become the arrays that ``native/llama.h`` reads. Knows nothing of requests' life
+cycles, tickets or messages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.engine.native import abi
+from baton.engine.native.arenas import Arenas
+from baton.engine.packed import PackedWeights
+from baton.engine.rehearsal import rehearse
+from baton.engine.sampler import sample_rows
+from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled
+
+#: Fields of the packed file's header that the kernels' shape has under the same name.
+_SHAPE = (
+    *("hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "context", "rotary"),
+    *("norm_eps", "scale"),
+)
+
+
+class LlamaEngine:
+    """See :class:`baton.ports.engine.Engine` for the contract."""
+
+    def __init__(
+        self,
+        library: abi.Library,
+        packed: Path,
+        info: ModelInfo,
+        layout: KVLayout,
+        *,
+        kernels: str,
+        threads: int = 0,
+    ) -> None:
+        """Map the packed weights; ``threads`` 0 takes the cores this process may run on."""
+        self.info = info
+        self.layout = layout
+        self.kernels = kernels
+        self._library = library
+        self._weights = PackedWeights(packed)
+        self._handle = library.llama_new(
+            _llama(self._weights, layout, threads or len(os.sched_getaffinity(0)))
+        )
+        self._arenas = Arenas(layout)
+        self._logits: NDArray[np.float32] = np.empty((0, info.vocab_size), np.float32)
+
+    def __del__(self) -> None:
+        """Stop the threads."""
+        self._library.llama_free(self._handle)
+
+    def attach(self, arena: str, blocks: memoryview) -> None:
+        """Make ``blocks`` usable as ``arena``, without a copy."""
+        self._arenas.attach(arena, blocks)
+
+    def detach(self, arena: str) -> None:
+        """Drop every view of ``arena``."""
+        self._arenas.detach(arena)
+
+    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        """Compute one packed batch; see the contract."""
+        return sample_rows(rows, self._compute(rows))
+
+    def logits(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """Compute one packed batch without sampling; float32 [rows that sample, vocab]."""
+        return self._compute(rows).copy()
+
+    def _compute(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """Return the logits in memory that the next step overwrites."""
+        step = self._arenas.lines(rows)
+        ids = np.concatenate([row.token_ids for row in rows], dtype=np.int32)
+        if len(self._logits) < len(step.last):
+            self._logits = np.empty((len(step.last), self.info.vocab_size), np.float32)
+        found = self._logits[: len(step.last)]
+        keep = np.array(step.last, np.int32)
+        self._library.llama_step(self._handle, step.rows, ids, keep, found)
+        return found
+
+    def warm_up(self) -> None:
+        """Run one prompt chunk and one decode step in memory of its own."""
+        rehearse(self)
+
+
+def _llama(weights: PackedWeights, layout: KVLayout, threads: int) -> abi.Llama:
+    """Return the struct that describes the model; its pointers lead into ``weights``."""
+    spec = weights.spec
+    shape = abi.LlamaShape(
+        layers=len(spec.layers),
+        block_size=layout.block_size,
+        **{name: getattr(spec, name) for name in _SHAPE},
+    )
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    sizes = {
+        "qkv": (q + 2 * kv, spec.hidden),
+        "out": (spec.hidden, q),
+        "gate_up": (2 * spec.intermediate, spec.hidden),
+        "down": (spec.hidden, spec.intermediate),
+        "head": (spec.vocab, spec.hidden),
+    }
+
+    def matrix(name: str) -> abi.Weights:
+        n, k = sizes[name.rpartition(".")[2]]
+        bias = f"{name}_bias"
+        found = weights.place(bias) if weights.has(bias) else None
+        return abi.Weights(weights.place(name), found, n, k)
+
+    def maybe(name: str) -> Any:
+        return weights.place(name) if weights.has(name) else None
+
+    layers = (abi.LlamaLayer * len(spec.layers))()
+    for number, given in enumerate(spec.layers):
+        layer = layers[number]
+        for name in ("qkv", "out", "gate_up", "down"):
+            setattr(layer, name, matrix(f"{number}.{name}"))
+        for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm"):
+            setattr(layer, name, maybe(f"{number}.{name}"))
+        layer.window, layer.rotate = given.window, given.rotate
+    return abi.Llama(
+        shape=shape,
+        dtype=abi.DTYPES[spec.dtype],
+        threads=threads,
+        embedding=weights.place("embedding"),
+        rotary=weights.place("rotary"),
+        final_norm=weights.place("final_norm"),
+        head=matrix("head"),
+        layers=layers,
+    )

@@ -1,0 +1,151 @@
+"""Which compiled kernel library serves this machine, and where it comes from.
+
+Decides the instruction-set levels, the compiler's arguments and the file's name. A library is named
+by its level and a digest of sources and arguments, so one that fits is found without asking the
+compiler, and sources that changed never meet an old library. It is compiled by ``baton model
+prepare`` (a wheel may bring its own in ``prebuilt``), never when a worker starts. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from baton.engine.info import cpu_flags
+
+_HERE = Path(__file__).parent
+_SOURCES = ("vec.h", "gemm.h", "attention.h", "pool.h", "llama.h", "kernels.cpp")
+#: ``-ffp-contract=off``: what is fused is written as such, so results do not depend on a compiler.
+_ARGUMENTS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
+    *("-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-maybe-uninitialized"),
+)
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+class BuildFailed(RuntimeError):
+    """The kernels could not be compiled; the text has the compiler's last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One instruction-set level."""
+
+    name: str
+    flags: frozenset[str]
+    """What ``/proc/cpuinfo`` must list."""
+    arguments: tuple[str, ...]
+
+
+#: Best first; the last one runs anywhere.
+_X86 = (
+    Level(
+        "avx512bf16",
+        _V4 | {"avx512_bf16"},
+        ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+    ),
+    Level("avx512", _V4, ("-march=x86-64-v4", "-mprefer-vector-width=512")),
+    Level("avx2", _V3, ("-march=x86-64-v3",)),
+)
+PORTABLE = Level("portable", frozenset(), ())
+
+
+def levels() -> tuple[Level, ...]:
+    """Return the levels of this machine's architecture, best first."""
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    return (*_X86, PORTABLE) if x86 else (PORTABLE,)
+
+
+def best_level(flags: frozenset[str] | None = None) -> Level:
+    """Return the best level that a CPU with ``flags`` (this one's by default) can run."""
+    known = cpu_flags() if flags is None else flags
+    return next(level for level in levels() if level.flags <= known)
+
+
+def level_named(name: str) -> Level:
+    """Return a level of this architecture.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    for level in levels():
+        if level.name == name:
+            return level
+    raise ValueError(f"kernel level {name!r}: there are {', '.join(at.name for at in levels())}")
+
+
+@cache
+def digest_of(level: Level) -> str:
+    """Return 12 hex digits of the sources and arguments of ``level``."""
+    whole = hashlib.sha256(" ".join((*_ARGUMENTS, *level.arguments)).encode())
+    for name in _SOURCES:
+        whole.update((_HERE / name).read_bytes())
+    return whole.hexdigest()[:12]
+
+
+def name_of(level: Level) -> str:
+    """Return the name of the level's kernels, part of the compatibility digest."""
+    return f"{level.name}-{digest_of(level)}"
+
+
+def find_library(cache_dir: Path, level: Level) -> Path | None:
+    """Return the compiled library of ``level``, or ``None`` where it was not built."""
+    name = f"{name_of(level)}.so"
+    for folder in (_HERE / "prebuilt", cache_dir / "kernels"):
+        if (folder / name).is_file():
+            return folder / name
+    return None
+
+
+def find_compiler() -> str | None:
+    """Return the C++ compiler: ``$CXX``, or the first usual name that is there."""
+    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    return None
+
+
+def build_library(cache_dir: Path, level: Level, extra: Sequence[str] = ()) -> Path:
+    """Compile ``level`` into the cache and return the file; the one found if it is there.
+
+    Args:
+        cache_dir: the library goes into its ``kernels`` folder.
+        level: what to compile for; it need not run here.
+        extra: more arguments (tests: sanitizers); such a library is compiled every time.
+
+    Raises:
+        BuildFailed: there is no compiler, or it failed.
+    """
+    found = None if extra else find_library(cache_dir, level)
+    if found is not None:
+        return found
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildFailed("no C++ compiler was found (Debian, Ubuntu: apt-get install g++)")
+    folder = cache_dir / "kernels"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target = folder / f"{name_of(level)}.so"
+    part = folder / f".{target.name}.{os.getpid()}"
+    command = [compiler, *_ARGUMENTS, *level.arguments, *extra]
+    try:
+        done = subprocess.run(
+            [*command, str(_HERE / "kernels.cpp"), "-o", str(part)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise BuildFailed(f"{compiler} failed: {done.stderr.strip()[-600:]}")
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    return target

@@ -1,0 +1,247 @@
+"""Packs a prepared model's weights for the compiled step, once, and checks the result.
+
+Decides which models the compiled step knows: those whose transformers classes compute what
+``native/llama.h`` does. What is packed is held to the modules before the file gets its name: both
+compute the same tokens, and the logits must agree. Of other models the file keeps the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from baton.core.sampling import SamplingParams
+from baton.engine.info import ModelRefused, layout_of
+from baton.engine.llama_engine import LlamaEngine
+from baton.engine.load import held_lock, load_model
+from baton.engine.native.abi import GROUP, GROUP_HEADS_MAX, K_STEP, Library
+from baton.engine.packed import (
+    STEP_ARCHITECTURES,
+    LayerSpec,
+    PackedSpec,
+    find_packed,
+    packed_path,
+    write_packed,
+)
+from baton.ports.engine import ModelInfo, Row, SampleSpec
+
+_LANES = 16
+#: Tokens that are compared with the modules: past two tiles of attention, and in uneven chunks.
+_CHECKED = 300
+_CHUNK = 110
+#: Largest difference of a logit from the modules in float32 over the same weights, in standard
+#: deviations of the logits, that counts as rounding.
+TOLERANCE = {"float32": 5e-3, "bfloat16": 0.2}
+
+
+def pack(model_dir: Path, info: ModelInfo, dtype: str, library: Path) -> PackedSpec:
+    """Write the packed weights of a Llama-like model, unless they are there, and return the header.
+
+    Its ``refused`` says why the compiled step is not for this model, if it is not.
+    """
+    path = packed_path(model_dir, dtype)
+    with held_lock(model_dir / ".pack.lock"):
+        found = find_packed(model_dir, dtype, info)
+        if found is not None:
+            return found
+        part = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            _write_checked(part, load_model(model_dir, dtype, keep=False), info, dtype, library)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        found = find_packed(model_dir, dtype, info)
+        assert found is not None
+        return found
+
+
+def _write_checked(part: Path, model: Any, info: ModelInfo, dtype: str, library: Path) -> None:
+    try:
+        spec = describe(model, info, dtype)
+        write_packed(part, spec, dict(tensors_of(model, spec)))
+        check(part, model, info, dtype, library)
+    except ModelRefused as error:
+        write_packed(
+            part, msgspec.structs.replace(_NOTHING, model=info.digest, refused=str(error)), {}
+        )
+
+
+#: The header of a model that the step does not know.
+_NOTHING = PackedSpec("", "", 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, ())
+
+
+@torch.inference_mode()
+def check(path: Path, model: Any, info: ModelInfo, dtype: str, library: Path) -> float:
+    """Compare the compiled step with the modules, which become float32 on the way.
+
+    Returns:
+        The largest difference of a logit, in standard deviations of the logits.
+
+    Raises:
+        ModelRefused: it is more than rounding.
+    """
+    layout = layout_of(info, dtype, _LANES, "lanes")
+    engine = LlamaEngine(Library(library), path, info, layout, kernels="checked")
+    length = min(_CHECKED, info.context_max - 1)
+    ids = np.random.default_rng(7).integers(0, info.vocab_size, length).astype(np.int32)
+    blocks = np.random.default_rng(5).permutation(-(-length // _LANES)).astype(np.int32)
+    engine.attach("check", memoryview(bytearray(b"\xff" * (len(blocks) * layout.block_bytes))))
+    spec = SampleSpec(SamplingParams(seed=0), 0, ids, ())
+    ends = [*range(_CHUNK, length, _CHUNK), length]
+    found = [
+        engine.logits(
+            [
+                Row(
+                    "",
+                    ids[end - min(end, _CHUNK) : end],
+                    max(0, end - _CHUNK),
+                    blocks,
+                    "check",
+                    spec,
+                )
+            ]
+        )[0]
+        for end in ends
+    ]
+    model.float().set_attn_implementation("eager")
+    whole = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0]
+    wanted = whole[torch.tensor(ends) - 1].numpy()
+    worst = float(np.abs(np.stack(found) - wanted).max() / wanted.std())
+    if not worst <= TOLERANCE[dtype]:
+        raise ModelRefused(
+            f"the compiled step differs from the modules by {worst:.3g} standard deviations "
+            f"({TOLERANCE[dtype]} allowed)"
+        )
+    return worst
+
+
+@torch.inference_mode()
+def describe(model: Any, info: ModelInfo, dtype: str) -> PackedSpec:
+    """Return what the compiled step must know of ``model``.
+
+    Raises:
+        ModelRefused: it computes something that the step does not.
+    """
+    config = model.config
+    layers = model.model.layers
+    first = layers[0].self_attn
+    spec = PackedSpec(
+        model=info.digest,
+        dtype=dtype,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=info.kv_heads,
+        head_dim=info.head_dim,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        context=info.context_max,
+        rotary=_rotary(model, 1).shape[-1],
+        norm_eps=layers[0].input_layernorm.variance_epsilon,
+        scale=first.scaling,
+        layers=tuple(_layer(info.architecture, config, layer.self_attn) for layer in layers),
+    )
+    _refuse(model, spec)
+    return spec
+
+
+def _layer(architecture: str, config: Any, attention: Any) -> LayerSpec:
+    where = STEP_ARCHITECTURES[architecture]
+    owner = {"": None, "config": config, "layer": attention}[where]
+    window = getattr(owner, "sliding_window", None) if owner is not None else None
+    return LayerSpec(window=window or 0, rotate=bool(getattr(attention, "use_rope", True)))
+
+
+def _refuse(model: Any, spec: PackedSpec) -> None:
+    config = model.config
+    layers = model.model.layers
+    reasons = {
+        f"activation {config.hidden_act}": config.hidden_act != "silu",
+        "biases in the feed-forward": any(
+            getattr(layer.mlp, name).bias is not None
+            for layer in layers
+            for name in ("gate_proj", "up_proj", "down_proj")
+        ),
+        "a bias of the head": model.lm_head.bias is not None,
+        f"sizes that are no multiples of {_LANES}": any(
+            size % _LANES for size in (spec.hidden, spec.intermediate, spec.head_dim)
+        ),
+        "an odd number of rotary dimensions": bool(spec.rotary % 2),
+        "rotary positions beyond a head": spec.rotary > spec.head_dim,
+        "too many heads share keys": spec.heads // spec.kv_heads > GROUP_HEADS_MAX,
+        "heads that do not divide": bool(spec.heads % spec.kv_heads),
+        "scores that are not scaled down": not spec.scale > 0,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ModelRefused(f"the compiled step does not know {reason}")
+
+
+def _rotary(model: Any, positions: int) -> torch.Tensor:
+    """Return cosines and sines, float32 [positions, 2, rotary / 2], from the modules' own code."""
+    inner = model.model.rotary_emb
+    places = torch.arange(positions)[None]
+    cosine, sine = inner(torch.zeros(1, dtype=torch.float32), places)
+    half = cosine.shape[-1] // 2
+    return torch.stack((cosine[0, :, :half], sine[0, :, :half]), 1).flatten(1).float()
+
+
+@torch.inference_mode()
+def tensors_of(model: Any, spec: PackedSpec) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    """Yield name and bytes of every tensor, in the order a step reads them."""
+    step = K_STEP[spec.dtype]
+    inner = model.model
+    yield "embedding", _raw(inner.embed_tokens.weight)
+    yield "rotary", _raw(_rotary(model, spec.context))
+    for number, layer in enumerate(inner.layers):
+        attention, feed = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        yield f"{number}.attention_norm", _floats(layer.input_layernorm.weight)
+        yield f"{number}.qkv", packed(torch.cat([part.weight for part in projections]), step)
+        if projections[0].bias is not None:
+            bias = torch.cat([part.bias for part in projections])
+            yield f"{number}.qkv_bias", _floats(_whole_groups(bias))
+        for name in ("q_norm", "k_norm"):
+            if getattr(attention, name, None) is not None:
+                yield f"{number}.{name}", _floats(getattr(attention, name).weight)
+        yield f"{number}.out", packed(attention.o_proj.weight, step)
+        if attention.o_proj.bias is not None:
+            yield f"{number}.out_bias", _floats(_whole_groups(attention.o_proj.bias))
+        yield f"{number}.mlp_norm", _floats(layer.post_attention_layernorm.weight)
+        pairs = [
+            part.weight.view(-1, _LANES, spec.hidden) for part in (feed.gate_proj, feed.up_proj)
+        ]
+        yield f"{number}.gate_up", packed(torch.stack(pairs, 1).view(-1, spec.hidden), step)
+        yield f"{number}.down", packed(feed.down_proj.weight, step)
+    yield "final_norm", _floats(inner.norm.weight)
+    yield "head", packed(model.lm_head.weight, step)
+
+
+def packed(weight: torch.Tensor, step: int) -> NDArray[np.uint8]:
+    """Return [n, k] as groups [n / 32][k / step][32][step], zeros where n ends within a group."""
+    whole = _whole_groups(weight)
+    columns, k = whole.shape
+    lined = whole.view(columns // GROUP, GROUP, k // step, step)
+    return _raw(lined.transpose(1, 2))
+
+
+def _whole_groups(tensor: torch.Tensor) -> torch.Tensor:
+    missing = -tensor.shape[0] % GROUP
+    if not missing:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+
+def _floats(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    return _raw(tensor.float())
+
+
+def _raw(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    found: NDArray[np.uint8] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return found

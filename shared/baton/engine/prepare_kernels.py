@@ -1,0 +1,71 @@
+"""Makes what the compiled kernels need: the library for this CPU, and a model's packed weights.
+
+Decides when: ``baton model prepare`` runs it as a process of its own, because it loads torch; no
+worker ever does. What was made before is found again by its name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from baton.engine.info import read_info
+from baton.engine.kernels import level_for
+from baton.engine.native.library import BuildFailed, build_library
+from baton.engine.packed import STEP_ARCHITECTURES
+
+
+def prepare_kernels(
+    model_dir: Path, dtype: str, cache_dir: Path, setting: str, say: Callable[[str], None]
+) -> None:
+    """Compile and pack whatever is missing.
+
+    Args:
+        model_dir: a prepared model's folder.
+        dtype: ``float32`` or ``bfloat16``.
+        cache_dir: where compiled libraries are kept.
+        setting: of ``engine.kernels``; its level is compiled.
+        say: told what goes on.
+
+    Raises:
+        BuildFailed: there is no compiler, or it failed.
+    """
+    info = read_info(model_dir)
+    level = level_for(setting)
+    say(f"compiling kernels for {level.name}")
+    with ThreadPoolExecutor(1) as beside:
+        building = beside.submit(build_library, cache_dir, level)
+        if info.architecture not in STEP_ARCHITECTURES:
+            building.result()
+            return
+        # Loading torch takes as long as the compiler.
+        from baton.engine.pack import pack
+
+        library = building.result()
+    say(f"packing the weights of {info.name} in {dtype}")
+    packed = pack(model_dir, info, dtype, library)
+    if packed.refused:
+        say(f"the compiled step is not for {info.name}: {packed.refused}")
+
+
+def main(arguments: list[str]) -> int:
+    """``python -m baton.engine.prepare_kernels MODEL_DIR DTYPE CACHE_DIR SETTING``."""
+    folder, dtype, cache, setting = arguments
+
+    def say(what: str) -> None:
+        sys.stdout.write(f"{what}\n")
+        sys.stdout.flush()
+
+    try:
+        prepare_kernels(Path(folder), dtype, Path(cache), setting, say)
+    except BuildFailed as error:
+        sys.stderr.write(f"{error}\n")
+        return os.EX_UNAVAILABLE
+    return os.EX_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,253 @@
+"""Which kernels are used, what is made for them, and what is said where they are not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from baton.engine import pack as packing
+from baton.engine.build import build_engine
+from baton.engine.info import INFO_FILE, ModelNotPrepared
+from baton.engine.kernels import TORCH, KernelChoice, KernelsMissing, choose_kernels
+from baton.engine.native import library
+from baton.engine.pack import pack
+from baton.engine.packed import find_packed, packed_path, read_spec
+from baton.engine.prepare_kernels import prepare_kernels
+from baton.ports.engine import ModelInfo, StepFailed
+from support.engine_compiled import LEVELS, library_of, step_engine
+from support.engine_models import VOCAB, tiny_info, tiny_model
+from support.engine_steps import Arena, Sequel, child_env, ids_of
+
+BEST = LEVELS[0]
+
+
+def folder_of(path: Path, family: str = "llama", **changes: Any) -> ModelInfo:
+    """Write a tiny model as a prepared folder; ``changes`` are of its configuration."""
+    model: Any = tiny_model(family, attention="eager")
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases and norms: new ones are all 0 or 1, which hides much
+            parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
+    model.save_pretrained(path)
+    info = msgspec.structs.replace(tiny_info(model), digest=family.ljust(64, "0"))
+    (path / INFO_FILE).write_bytes(msgspec.json.encode(info))
+    return info
+
+
+def chosen(path: Path, info: ModelInfo, setting: str = "auto", **changes: Any) -> KernelChoice:
+    given: dict[str, Any] = {"dtype": "float32", "block_size": 16, "cache_dir": path}
+    return choose_kernels(setting, path, info, **{**given, **changes})
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Path:
+    """A cache in which the best level's library lies already."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / f"{library.name_of(BEST)}.so").symlink_to(library_of(BEST).path)
+    return tmp_path
+
+
+def test_from_plain_torch_to_the_compiled_step(tmp_path: Path, compiled: Path) -> None:
+    """Without a library plain torch, with one the attention, with packed weights the whole step."""
+    info = folder_of(tmp_path)
+    bare = tmp_path / "bare"
+    plain = chosen(tmp_path, info, cache_dir=bare)
+    assert (plain.name, plain.order, plain.library) == (TORCH.name, "tokens", None)
+    assert plain.missing
+    assert "not compiled: run `baton model prepare`" in plain.note
+    attention = chosen(tmp_path, info)
+    assert attention.name == f"attention-{library.name_of(BEST)}"
+    assert attention.missing
+    assert "its weights are not packed" in attention.note
+    said: list[str] = []
+    prepare_kernels(tmp_path, "float32", compiled, "auto", said.append)
+    assert said[-1] == "packing the weights of tiny in float32"
+    step = chosen(tmp_path, info)
+    assert (step.name, step.order) == (f"step-{library.name_of(BEST)}", "lanes")
+    assert (step.note, step.missing) == ("", False)
+    assert chosen(tmp_path, info, dtype="bfloat16").missing
+
+
+def test_three_kinds_of_kernels_answer_alike(tmp_path: Path, compiled: Path) -> None:
+    """The engines that the choices stand for give the same greedy tokens in float32."""
+    info = folder_of(tmp_path)
+    choices = [chosen(tmp_path, info, "torch"), chosen(tmp_path, info)]
+    prepare_kernels(tmp_path, "float32", compiled, "auto", lambda _: None)
+    choices.append(chosen(tmp_path, info))
+    outputs = []
+    for choice in choices:
+        engine = build_engine(tmp_path, dtype="float32", threads=1, kernels=choice)
+        assert engine.kernels == choice.name
+        assert engine.layout.order == choice.order
+        engine.warm_up()
+        Arena(engine, 24)
+        sequel = Sequel(engine, ids_of(range(3, 203)), ids_of(range(20)))
+        sequel.prefill([90])
+        sequel.decode(40)
+        outputs.append(sequel.output)
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_what_kernels_cannot_do_is_left_to_torch_and_said(tmp_path: Path, compiled: Path) -> None:
+    """Small blocks, narrow heads and other CPUs; whoever insists gets an error instead."""
+    info = folder_of(tmp_path)
+    for given, words in (
+        ({"block_size": 8}, "a block of 8"),
+        ({"info": msgspec.structs.replace(info, head_dim=24)}, "a head of 24"),
+    ):
+        choice = chosen(tmp_path, **{"info": info, **given})
+        assert choice.name == TORCH.name
+        assert words in choice.note
+        assert not choice.missing
+        with pytest.raises(KernelsMissing, match=words):
+            chosen(tmp_path, **{"info": info, **given}, setting="compiled")
+    with pytest.raises(ValueError, match=r"kernel level 'quantum': there are .*portable"):
+        chosen(tmp_path, info, "quantum")
+
+
+def test_the_level_follows_the_cpu() -> None:
+    """Every level asks for all that the ones below it ask for; the last one asks for nothing."""
+    assert library.best_level(frozenset()) == library.PORTABLE
+    for level in library.levels():
+        assert library.best_level(level.flags) == level
+
+
+def test_a_model_that_the_step_does_not_know_keeps_the_reason(
+    tmp_path: Path, compiled: Path
+) -> None:
+    """Preparing it again does not load it again, and the attention is compiled all the same."""
+    info = folder_of(tmp_path, hidden_act="gelu")
+    spec = pack(tmp_path, info, "float32", library_of(BEST).path)
+    assert spec.refused == "the compiled step does not know activation gelu"
+    choice = chosen(tmp_path, info)
+    assert choice.name.startswith("attention-")
+    assert choice.note.endswith("activation gelu")
+    assert not choice.missing
+    other = folder_of(tmp_path, "gemma3")
+    assert chosen(tmp_path, other).note.endswith("the compiled step is for others")
+
+
+def test_a_step_that_differs_from_the_modules_is_refused(
+    tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is packed is compared with the modules before it can be used."""
+    info = folder_of(tmp_path)
+    right = packing.packed
+
+    def wrong(weight: torch.Tensor, step: int) -> Any:
+        return right(weight * 1.01, step)
+
+    monkeypatch.setattr(packing, "packed", wrong)
+    spec = pack(tmp_path, info, "float32", library_of(BEST).path)
+    assert "differs from the modules by" in spec.refused
+    assert not spec.tensors
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3", "mistral-window"])
+def test_every_known_family_agrees_with_its_modules(
+    tmp_path: Path, family: str, dtype: str
+) -> None:
+    """Biases, norms of heads, layers without positions, windows: the modules' own logits."""
+    info = folder_of(tmp_path, family)
+    spec = pack(tmp_path, info, dtype, library_of(BEST).path)
+    assert spec.refused == ""
+    assert spec.tensors
+
+
+def test_a_broken_file_is_not_used(tmp_path: Path, compiled: Path) -> None:
+    """Truncated, foreign, or another model's: as if it were not there; a worker names it."""
+    info = folder_of(tmp_path)
+    pack(tmp_path, info, "float32", library_of(BEST).path)
+    assert find_packed(tmp_path, "float32", info) is not None
+    assert find_packed(tmp_path, "float32", msgspec.structs.replace(info, digest="1" * 64)) is None
+    path = packed_path(tmp_path, "float32")
+    whole = path.read_bytes()
+    for broken, words in (
+        (whole[: len(whole) // 2], "bytes: remove it"),
+        (b"GIF89a", "not a file of packed weights"),
+        (whole[:16] + b"{" * 50, "broken"),
+    ):
+        path.write_bytes(broken)
+        assert find_packed(tmp_path, "float32", info) is None
+        with pytest.raises(ModelNotPrepared, match=words):
+            read_spec(path)
+
+
+def test_without_a_compiler_the_reason_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No compiler, and one that fails: both end in one clear error, and leave no file."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(library.BuildFailed, match="no C\\+\\+ compiler was found"):
+        library.build_library(tmp_path, BEST)
+    failing = tmp_path / "c++"
+    failing.write_text("#!/bin/sh\necho nonsense >&2\nexit 1\n")
+    failing.chmod(0o700)
+    with pytest.raises(library.BuildFailed, match="nonsense"):
+        library.build_library(tmp_path, BEST)
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_the_compiled_step_loads_no_torch(tmp_path: Path) -> None:
+    """A worker with packed weights starts in a fraction of the time that torch takes to load."""
+    program = (
+        "import sys, baton.engine.build, baton.engine.llama_engine, baton.engine.kernels\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=False, env=child_env())
+    assert done.returncode == 0
+
+
+# --- the compiled step beyond the contract --------------------------------------------------------
+
+
+def test_a_row_with_nan_logits_is_named_and_costs_no_other_row() -> None:
+    """The broken row is not retryable; the other one, stepped again, has its token."""
+    engine = step_engine("llama", "bfloat16")
+    arena = Arena(engine, 6)
+    prompt = np.random.default_rng(4).integers(0, VOCAB, 20).astype(np.int32)
+    good = Sequel(engine, prompt, ids_of([0, 1]), request_id="good")
+    bad = Sequel(engine, prompt, ids_of([4, 5]), request_id="bad")
+    good.prefill()
+    bad.prefill()
+    size = engine.layout.block_bytes
+    arena.memory[4 * size : 5 * size] = b"\xff" * size
+    with pytest.raises(StepFailed, match="request bad: logits are not finite") as caught:
+        engine.step([bad.decode_row(), good.decode_row()])
+    assert caught.value.request_ids == ("bad",)
+    assert not caught.value.retryable
+    twin = Sequel(engine, prompt, ids_of([2, 3]), request_id="twin")
+    twin.prefill()
+    twin.decode(2)
+    good.take(engine.step([good.decode_row()])[0])
+    assert good.output == twin.output
+
+
+def test_rows_that_would_leave_their_memory_are_refused() -> None:
+    """Ids, positions and block numbers out of range change no byte."""
+    engine = step_engine("llama", "float32")
+    arena = Arena(engine, 70, fill=0xA5)
+    before = bytes(arena.memory)
+    far = ids_of(range(70))
+    for prompt, blocks, start, words in (
+        (ids_of([0, VOCAB]), ids_of([0]), 0, "outside the vocabulary"),
+        (ids_of([-1]), ids_of([0]), 0, "outside the vocabulary"),
+        (ids_of([0]), ids_of([70]), 0, "outside its arena"),
+        (ids_of([0]), ids_of([-1]), 0, "outside its arena"),
+        (ids_of([0] * 1025), far, 1024, "beyond the model's context"),
+        (ids_of([0] * 17), ids_of([0]), 0, "a block is missing"),
+    ):
+        row = Sequel(engine, prompt, blocks).prompt_row(start, len(prompt))
+        with pytest.raises(AssertionError, match=words):
+            engine.step([row])
+    assert bytes(arena.memory) == before
