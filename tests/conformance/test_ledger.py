@@ -20,8 +20,10 @@ from baton.ports.ledger import (
     Conflict,
     Done,
     EndRequest,
+    FindOrphans,
     LeaseHeld,
     LeaseLost,
+    Orphans,
     PlaceRequest,
     ReleaseLease,
     RenewLease,
@@ -342,6 +344,7 @@ def test_an_adoption_changes_the_router_and_nothing_else(
     placed = source is not S.ADMITTED
     decode, prefill = (DECODE, PREFILL) if placed else (None, None)
     adopted = Adopted(1, source, int(placed), 0, decode, prefill)
+    acquire(bench, ROUTER_2)
     assert bench.ask(ADOPT) == adopted
     assert bench.ask(ADOPT) == adopted
     for stale in (RETRY, EndRequest("r1", 1, CANCELLED, ROUTER), ADMIT):
@@ -397,12 +400,47 @@ def test_a_record_that_went_back_is_raised_to_what_is_known(bench: LedgerBench) 
 
 
 def test_only_owners_end_a_request(bench: LedgerBench) -> None:
-    """Gateway, router and the epoch's workers may; strangers and former owners may not."""
+    """Gateway, router and the epoch's workers may; strangers and former owners may not, as long as
+    gateway or router holds a lease."""
+    acquire(bench, GATEWAY)
     for op in WAYS[S.PLACED]:
         bench.ask(op)
     for stranger in (ROUTER_2, GATEWAY_2, DECODE_2, PREFILL_2, Peer(ROUTER.worker_id, 1)):
         assert bench.ask(EndRequest("r1", 1, CANCELLED, stranger)) == Conflict(1, S.PLACED)
     assert bench.ask(EndRequest("r1", 1, CANCELLED, DECODE)) == Done(1, S.CANCELLED, 1)
+
+
+def test_requests_of_the_lost_are_found_and_ended(bench: LedgerBench) -> None:
+    """(104) Whoever sweeps is told which requests have an owner without a lease; where neither
+    gateway nor router has one it may end them, and nobody else's."""
+    acquire(bench, ROUTER, GATEWAY, ROUTER_2, DECODE)
+    for name, router in (("r1", ROUTER), ("r2", ROUTER_2)):
+        bench.ask(AdmitRequest(spec(name), router))
+        bench.ask(PlaceRequest(name, 1, router, DECODE, None))
+    sweep = FindOrphans(ROUTER_2, TTL, 10)
+    assert bench.ask(sweep) == Orphans(())
+    keep_alive = [RenewLease(peer, TTL) for peer in (ROUTER_2, DECODE)]
+    for _ in range(60):
+        bench.pass_time(TTL / 1000 / 20)
+        for op in keep_alive:
+            bench.ask(op)
+        found = bench.ask(sweep)
+        if found == Orphans(("r1", "r2")):
+            break
+    assert found == Orphans(("r1", "r2"))
+    assert bench.ask(FindOrphans(ROUTER_2, TTL, 1)) == Orphans(("r1",))
+    stranger = Peer("router-9", 9)
+    assert bench.ask(EndRequest("r2", 1, CANCELLED, stranger)) == Conflict(1, S.PLACED)
+    assert bench.ask(EndRequest("r1", 0, CANCELLED, stranger)) == Conflict(1, S.PLACED)
+    assert bench.ask(EndRequest("r1", 1, CANCELLED, stranger)) == Done(1, S.CANCELLED, 1)
+    assert bench.ask(sweep) == Orphans(("r2",))
+
+
+def test_nobody_is_an_orphan_while_the_ledger_is_in_rebuild(bench: LedgerBench) -> None:
+    """Who has not registered again yet is not lost."""
+    acquire(bench, ROUTER)
+    bench.ask(AdoptRequest(spec(), ROUTER_2, 2, 1))
+    assert bench.ask(FindOrphans(ROUTER, TTL, 10)) == Orphans(())
 
 
 def test_another_epoch_changes_nothing(bench: LedgerBench) -> None:

@@ -21,6 +21,7 @@ from baton.ports.ledger import (
     AdvanceRequest,
     AnyOp,
     EndRequest,
+    FindOrphans,
     LeaseHeld,
     LeaseLost,
     PlaceRequest,
@@ -79,6 +80,7 @@ LEASE_OPS = st.one_of(
     st.builds(AcquireLease, st.builds(member, INCARNATIONS), st.just(TTL)),
     st.builds(RenewLease, INCARNATIONS, st.just(TTL)),
     st.builds(ReleaseLease, INCARNATIONS),
+    st.builds(FindOrphans, INCARNATIONS, st.just(TTL), st.integers(0, 5)),
 )
 
 

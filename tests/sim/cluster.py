@@ -12,7 +12,7 @@ Run one seed again: ``python -m sim.run --seed N`` (see ``make sim``).
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.core.ids import Role
@@ -21,12 +21,13 @@ from baton.core.limits import Limits
 from baton.core.outcomes import Ending
 from baton.engine.fake_model import fake_info
 from baton.engine.info import KERNELS, compat_of, layout_of
+from baton.ports.engine import Row
 from baton.ports.transport import Received
 from baton.sim.channel import SimHost
 from baton.sim.clock import VirtualClock
 from baton.sim.ledger import SimLedger
 from baton.sim.network import CALM, Faults, SimNetwork, SimTransport
-from baton.wire.messages import TokensWanted
+from baton.wire.messages import LastStep, TokensWanted
 from sim.clients import Clients
 from sim.process import Process
 
@@ -55,6 +56,8 @@ class Scenario:
     cancels: int = 0
     ledger_faults: int = 0
     gateway_kills: int = 0
+    poisons: int = 0
+    """Requests that end whatever process computes a certain token of them."""
     router_kills: int = 0
     router_freezes: int = 0
     flips: int = 0
@@ -78,6 +81,10 @@ class Scenario:
     seen a gap or was linked anew."""
     cut_pair: tuple[str, str] | None = None
     """Whose link is cut; ``None``: anybody's."""
+    isolations: int = 0
+    """Processes cut off from all others for a while: they run, and reach nobody but the ledger."""
+    isolated: str = ""
+    """Who that is; empty: anybody."""
     faults: Faults = CALM
 
 
@@ -115,6 +122,8 @@ def draw(seed: int) -> Scenario:
         mixups=random.choice((0, 0, 2, 6)),
         tears=0 if calm else random.choice((0, 0, 1, 2)),
         echoes=random.choice((0, 0, 3, 12)),
+        poisons=0 if calm else random.choice((0, 0, 0, 1)),
+        isolations=0 if calm else random.choice((0, 0, 0, 1)),
     )
 
 
@@ -145,6 +154,10 @@ class Cluster:
         self.incarnations = 0
         self.calm = False
         self.flips = self.stalls = self.rots = self.mixups = self.tears = 0
+        self.poison: dict[str, int] = {}
+        """Request -> index of the output token whose computation is fatal."""
+        self.step_records: dict[str, LastStep] = {}
+        """What each worker's file says of its step in flight: it outlives the process."""
         self.clients = Clients(self)
         names = [(Role.GATEWAY, "gateway-0")]
         names += [(Role.ROUTER, f"router-{n}") for n in range(self.scenario.routers)]
@@ -211,6 +224,13 @@ class Cluster:
         self.tears += 1
         return True
 
+    def is_fatal(self, rows: Iterable[Row]) -> bool:
+        """Whether one of ``rows`` ends the process that computes it."""
+        return any(
+            row.sample is not None and self.poison.get(row.request_id, 1 << 30) <= row.sample.index
+            for row in rows
+        )
+
     def flips_now(self) -> bool:
         """Whether a bit of what was just stored turns over."""
         if self.calm or self.flips >= self.scenario.flips or self.clock.random.random() > 0.2:
@@ -273,6 +293,8 @@ class Cluster:
             clock.call_later(clock.random.uniform(0, scenario.spread_s), self._echo)
         for _ in range(scenario.cuts):
             self._cut_a_link(clock.random.uniform(0, scenario.spread_s))
+        for _ in range(scenario.isolations):
+            self._isolate(clock.random.uniform(0, scenario.spread_s))
         for _ in range(scenario.ledger_faults):
             self._disturb_ledger(clock.random.uniform(0, scenario.spread_s))
         for _ in range(scenario.gateway_kills):
@@ -303,6 +325,10 @@ class Cluster:
         if not gateway.alive or gateway.frozen:
             return
         answer = self.clients.ask()
+        if len(self.poison) < self.scenario.poisons:
+            fatal = self.clock.random.choice((0, 1, 5))
+            self.poison[answer.spec.request_id] = fatal
+            self.tell("client", "poison", {"request_id": answer.spec.request_id, "at": fatal})
         if self.clock.random.random() < self.scenario.cancels / self.scenario.requests:
             wait = self.clock.random.choice((0.0005, 0.01, 0.05, 0.3, 1.0))
             self.clock.call_later(wait, lambda: self.clients.cancel(answer))
@@ -326,6 +352,26 @@ class Cluster:
         def heal() -> None:
             self.tell(one, "healed", {"other": other})
             network.heal(one, other)
+
+        clock.call_later(at, cut)
+        clock.call_later(at + seconds, heal)
+
+    def _isolate(self, at: float) -> None:
+        clock, network = self.clock, self.network
+        one = self.scenario.isolated or clock.random.choice(sorted(self.processes))
+        seconds = clock.random.choice((1.0, 3.0, 6.0))
+
+        def cut() -> None:
+            if self.calm:
+                return
+            self.tell(one, "isolated", {"seconds": seconds})
+            for other in self.processes:
+                network.cut(one, other)
+
+        def heal() -> None:
+            self.tell(one, "joined_again", {})
+            for other in self.processes:
+                network.heal(one, other)
 
         clock.call_later(at, cut)
         clock.call_later(at + seconds, heal)
@@ -382,7 +428,9 @@ class Cluster:
 
     def leftovers(self) -> list[str]:
         """Name everything that should not be there when nothing runs."""
-        found = []
+        records = self.ledger.model.records
+        live = [name for name, record in records.items() if record.outcome is None]
+        found = [f"ledger: {live}"] if live else []
         for process in self.processes.values():
             if not process.alive:
                 found.append(f"{process.worker_id} is not up")

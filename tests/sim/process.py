@@ -23,7 +23,15 @@ from baton.engine.fake import FakeEngine
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import Deliver, End, ReportsReady
 from baton.ports.channel import ArenaInUse, BlockMark
-from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
+from baton.ports.driving import (
+    CallLedger,
+    Exit,
+    LedgerAnswered,
+    Measure,
+    Note,
+    RecordStep,
+    Send,
+)
 from baton.ports.lease import LeaseKeeper, MembersChanged, Replaced
 from baton.ports.ledger import AnyOp, Reply, Unavailable
 from baton.ports.transport import PeerLost, PeerUp, TransportEvent
@@ -33,6 +41,7 @@ from baton.prefill.work import ChunkWorker
 from baton.router.machine import RouterMachine
 from baton.runtime.members import to_dial
 from baton.sim.clock import Handle
+from baton.wire.messages import LastStep
 from sim import oracles
 from support.held import holdings
 
@@ -117,11 +126,13 @@ class Process:
             return RouterMachine(self.me, limits, split=bool(cluster.prefills))
         if self.role is Role.GATEWAY:
             return GatewayMachine(self.me, limits, "split" if cluster.prefills else "colocated")
+        left = cluster.step_records.get(self.worker_id)
+        cluster.step_records[self.worker_id] = LastStep(self.me, ())
         self.engine = FakeEngine(cluster.info, cluster.layout, sleep=lambda seconds: None)
         if self.role is Role.PREFILL:
             channel = cluster.host.channel(cluster.layout, cluster.compat)
             self.chunks = ChunkWorker(self.engine, channel, self.me, cluster.clock)
-            return PrefillMachine(self.me, limits, block_size=size, root=root)
+            return PrefillMachine(self.me, limits, block_size=size, root=root, left=left)
         arena = cluster.host.open(
             "sim", self.me, cluster.layout, cluster.compat, blocks=cluster.blocks
         )
@@ -143,6 +154,7 @@ class Process:
             block_bytes=cluster.layout.block_bytes,
             root=root,
             found=found,
+            left=left,
         )
 
     def kill(self) -> None:
@@ -336,6 +348,8 @@ class Process:
                 self.turns.add(bring(self.arena, sources, command, self.cluster.clock))
             case ProbeWriter():
                 self.later(self._some(0.0002), lambda: self.feed(probe(self.arena, command)))
+            case RecordStep(attempts):
+                self.cluster.step_records[self.worker_id] = LastStep(self.me, attempts)
             case RunStep():
                 self._thread(0.02, self._step(command))
             case MapArena():
@@ -369,7 +383,13 @@ class Process:
         self.later(self._some(0.002), due)
 
     def _step(self, command: RunStep) -> Callable[[], object]:
-        return lambda: run_step(self.engine, self.arena, command, self.cluster.clock)
+        def work() -> object:
+            if self.cluster.is_fatal(command.rows):
+                self.kill()
+                return None
+            return run_step(self.engine, self.arena, command, self.cluster.clock)
+
+        return work
 
     def _thread(self, mean: float, work: Callable[[], object]) -> None:
         """Run ``work`` in the one engine thread: it happens somewhere within its time."""
@@ -397,6 +417,9 @@ class Process:
                 self.cluster.clock.call_later(STALL_S, self.thaw)
 
         def store(live: list[int], began: float, rest: float) -> None:
+            if self.cluster.is_fatal(row.row for row in command.rows):
+                self.kill()
+                return
             finished = self.chunks.complete(command, live, began)
             if live and self.cluster.flips_now():
                 self._flip(command.rows[live[0]])

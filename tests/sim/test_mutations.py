@@ -2,6 +2,9 @@
 
 A mutation is applied in this process, over the production code, and undone after the test. Every
 scenario is made so that the rule matters in it: few blocks, writers that stall, bits that flip.
+
+The turn of a cancel is not among them: a router that lost a request has next to never a reason left
+to cancel it. It is held by ``tests/unit/test_decode_machine.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from baton.decode import takeover, work
 from baton.decode.handover import Handover
 from baton.decode.machine import DecodeMachine
 from baton.decode.sequence import Sequence
+from baton.gateway.attempts import Attempts
 from baton.gateway.session import Session
 from baton.ports.channel import BlockCheck
 from baton.sim.channel import SimArena, SimMapped
+from baton.sim.ledger import LedgerModel
 from baton.sim.network import Faults
 from sim.cluster import Cluster, Scenario
 
@@ -140,6 +145,36 @@ def no_name_in_the_checksum(patch: Patch) -> None:
     patch.setattr(checksum, "seed_of", lambda chain: 0)
 
 
+def no_move_of_the_record(patch: Patch) -> None:
+    adopt = LedgerModel._adopt
+
+    def mutant(self: LedgerModel, op: Any, now: int) -> Any:
+        record = self.records.get(op.spec.request_id)
+        if record is None:
+            return adopt(self, op, now)
+        router, turn = record.router, record.turn
+        reply = adopt(self, op, now)
+        record.router, record.turn = router, turn
+        return reply
+
+    patch.setattr(LedgerModel, "_adopt", mutant)
+
+
+def any_router_at_the_gateway(patch: Patch) -> None:
+    received = Attempts.received
+
+    def mutant(self: Attempts, event: Any, message: Any, now: float) -> Any:
+        session = self.state.sessions.get(message.request_id)
+        if session is None or session.router is None:
+            return received(self, event, message, now)
+        router, session.router = session.router, event.peer
+        commands = received(self, event, message, now)
+        session.router = router
+        return commands
+
+    patch.setattr(Attempts, "received", mutant)
+
+
 STALLING = Scenario(
     prefills=2, blocks=20, requests=40, spread_s=8.0, cancels=8, stalls=6, freezes=2
 )
@@ -208,6 +243,18 @@ MUTATIONS = {
             prefills=2, blocks=20, requests=60, kills=8, victims=("decode-0",), stalls=12, tears=2
         ),
         ("wrong KV", "wrong tokens"),
+    ),
+    "an adoption does not move the record": Mutation(
+        no_move_of_the_record,
+        Scenario(routers=2, decodes=2, blocks=64, requests=40, router_kills=4, kills=4),
+        ("no outcome in bounded time",),
+    ),
+    "any router's word counts at the gateway": Mutation(
+        any_router_at_the_gateway,
+        Scenario(
+            routers=2, decodes=2, requests=40, max_tokens=(200,), isolations=4, isolated="router-0"
+        ),
+        ("effect of a lower epoch or turn",),
     ),
     "blocks dropped in mid step are lost": Mutation(
         no_end_of_a_drop,

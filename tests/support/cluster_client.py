@@ -29,6 +29,7 @@ class Answer:
     seconds: float = 0.0
     on_id: Callable[[int], None] | None = None
     """Called with the number of ids so far, when some came."""
+    on_begin: Callable[[str], None] | None = None
     broken: str = ""
     """The connection ended by itself."""
 
@@ -44,9 +45,12 @@ def complete(
     prompt: Sequence[int] | str,
     *,
     on_id: Callable[[int], None] | None = None,
+    on_begin: Callable[[str], None] | None = None,
     **fields: Any,
 ) -> Answer:
-    """Stream one completion, greedy unless told otherwise; the ids come with it."""
+    """Stream one completion, greedy unless told otherwise; the ids come with it.
+
+    ``on_id`` is called with the number of ids so far, ``on_begin`` with the request's id."""
     body = {
         "model": model,
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -56,7 +60,7 @@ def complete(
         "return_token_ids": True,
         **fields,
     }
-    answer = Answer(on_id=on_id)
+    answer = Answer(on_id=on_id, on_begin=on_begin)
     began = time.monotonic()
     connection = HTTPConnection("127.0.0.1", port, timeout=120)
     try:
@@ -83,6 +87,9 @@ def _take(answer: Answer, line: bytes) -> None:
         answer.done = True
     elif line.startswith(b"data: "):
         event = json.loads(line[6:])
+        if answer.on_begin is not None and "id" in event:
+            answer.on_begin(event["id"])
+            answer.on_begin = None
         answer.id = event.get("id", answer.id)
         answer.error = event.get("error", answer.error)
         answer.usage = event.get("usage") or answer.usage

@@ -29,6 +29,7 @@ from baton.wire.messages import (
     BlockSum,
     CancelWork,
     DecodeReserved,
+    LastStep,
     PrefillCommitted,
     RequestSpec,
     ReserveDecode,
@@ -56,6 +57,7 @@ class Decode(Playbook):
         blocks: int = 8,
         writers: tuple[Peer, ...] = (P,),
         found: TakenOver | None = None,
+        left: LastStep | None = None,
         **limits: Any,
     ) -> None:
         machine = DecodeMachine(
@@ -67,11 +69,12 @@ class Decode(Playbook):
             block_bytes=64,
             root=b"root",
             found=found,
+            left=left,
         )
         super().__init__(machine)
         self.pool = machine.state.pool
         self.feed(LeaseChanged(LeaseState.HELD))
-        self.up(R, Role.ROUTER)
+        self.up(R, Role.ROUTER, *([] if left is None else [Send(R, left)]))
         self.up(G, Role.GATEWAY)
         for writer in writers:
             self.map(writer)

@@ -5,7 +5,7 @@
 
 The machine's ``check`` runs after every event. Where commands differ from those named, the failure
 shows both, line by line. What every event may bring along (notes, measures, status to the routers,
-block marks) is left out of the comparison and kept in ``play.all``.
+block marks, the record of steps) is left out of the comparison and kept in ``play.all``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from baton.core.events import TimePassed
 from baton.core.ids import Member, Peer, Role
 from baton.core.sampling import SamplingParams
-from baton.ports.driving import Measure, Note, Send
+from baton.ports.driving import CallLedger, Measure, Note, RecordStep, Send
+from baton.ports.ledger import FindOrphans
 from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.runtime.catalogue import CATALOGUE
 from baton.wire.messages import PoolStatus, RequestSpec, WorkerStatus
@@ -88,6 +89,14 @@ class Playbook:
         self.all += commands
         return list(commands)
 
+    def do_hear(self, peer: Peer, message: object) -> None:
+        """Feed ``message`` from ``peer``, whatever comes back."""
+        self.do(Received(peer, message))  # type: ignore[arg-type]
+
+    def do_lose(self, peer: Peer) -> None:
+        """End the link to ``peer``, which is dead, whatever comes back."""
+        self.do(PeerLost(peer, "died", gone=True))
+
     def hear(self, peer: Peer, message: object, *expected: object) -> None:
         """Feed ``message`` from ``peer``; see :meth:`feed`."""
         self.feed(Received(peer, message), *expected)  # type: ignore[arg-type]
@@ -116,8 +125,9 @@ class Playbook:
         raise AssertionError("the machine asks to be woken for ever")
 
     def last(self, kind: type[T]) -> T:
-        """Return the last command of ``kind``."""
-        return next(command for command in reversed(self.all) if isinstance(command, kind))
+        """Return the last command of ``kind``; a router's regular look through the ledger aside."""
+        found = (command for command in reversed(self.all) if isinstance(command, kind))
+        return next(command for command in found if not _is_sweep(command))
 
     def messages(self, kind: type[T], peer: Peer | None = None) -> list[T]:
         """Return every message of ``kind`` sent so far (to ``peer``)."""
@@ -130,10 +140,18 @@ class Playbook:
         ]
 
 
+def _is_sweep(command: object) -> bool:
+    return isinstance(command, CallLedger) and isinstance(command.op, FindOrphans)
+
+
 def _aside(command: object) -> bool:
+    if _is_sweep(command):
+        return True
     if isinstance(command, Send):
         return isinstance(command.message, WorkerStatus | PoolStatus)
-    return isinstance(command, Note | Measure) or type(command).__name__ == "MarkBlocks"
+    return (
+        isinstance(command, Note | Measure | RecordStep) or type(command).__name__ == "MarkBlocks"
+    )
 
 
 def _line(each: object) -> str:

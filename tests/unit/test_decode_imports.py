@@ -151,7 +151,7 @@ def test_an_import_whose_client_is_over_leaves_nothing(how: str) -> None:
     elif how == "gone":
         play.lose(G, Like(CallLedger), gone=True)
     else:
-        play.lose(G, sent(R, WorkFailed, reason=Reason.WORKER_LOST))
+        play.lose(G, sent(R, WorkFailed, reason=Reason.NO_LINK))
     imported(play, command, 2)
     assert play.used() == 0 and not play.machine.state.sequences
 

@@ -22,16 +22,18 @@ from baton.decode.io import (
     WriterProbed,
 )
 from baton.ports.channel import BlockMark
-from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, Measure, Send
+from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, Measure, RecordStep, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import EndRequest
 from baton.wire.messages import (
     ArenaMapped,
     ArenaOffered,
+    AttemptId,
     BlockSum,
     CancelWork,
     ChunkAnnounced,
     DecodeReserved,
+    LastStep,
     MoveOffered,
     PrefillCommitted,
     PrefillFailed,
@@ -879,7 +881,7 @@ def test_a_gateway_out_of_reach_makes_the_attempt_fail() -> None:
     """Tokens sent on the lost link may be lost: the router asks the gateway what it holds."""
     play = Decode()
     play.local(spec())
-    play.lose(G, sent(R, WorkFailed, reason=Reason.WORKER_LOST))
+    play.lose(G, sent(R, WorkFailed, reason=Reason.NO_LINK))
     play.up(G, Role.GATEWAY)
     play.stepped((50,))
     play.local(spec(), epoch=2)
@@ -905,7 +907,7 @@ def test_an_adopted_attempt_runs_on_and_reports_to_its_new_router() -> None:
     play.hear(R, CancelWork("r", 1, Reason.SUPERSEDED, 1))
     play.hear(R, WorkAdopted("r", 1, 1))
     play.stepped((50,), ADVANCED, STEP, sent(G, TokenChunk))
-    failed = sent(R1, WorkFailed, request_id="r", reason=Reason.WORKER_LOST)
+    failed = sent(R1, WorkFailed, request_id="r", reason=Reason.NO_LINK)
     play.lose(G, failed)
 
 
@@ -925,6 +927,42 @@ def test_an_attempt_of_a_later_epoch_is_not_adopted_by_an_older_word() -> None:
     play.local(spec(), epoch=3)
     play.hear(R1, WorkAdopted("r", 2, 5))
     assert play.machine.state.sequences["r"].router == R
+
+
+def test_a_suspect_is_stepped_alone_in_turn_with_all_others() -> None:
+    """(9) Should it end this worker, nobody else is blamed; nobody waits more than one step."""
+    play = Decode(blocks=16)
+    play.local(spec("a", first=1))
+    for name, first, alone in (("b", 11, False), ("s", 21, True), ("t", 31, True)):
+        reserved = sent(R, DecodeReserved, request_id=name)
+        play.reserve(spec(name, first=first), None, reserved, alone=alone)
+    names = []
+    for _ in range(7):
+        step = play.last(RunStep)
+        names.append("".join(row.request_id for row in step.rows))
+        record = play.last(RecordStep)
+        assert [each.request_id for each in record.attempts] == list(names[-1])
+        results = tuple(Sampled(50) for _ in step.rows)
+        sums = tuple((7,) * len(seals) for seals in step.seals)
+        play.do(StepFinished(step.step, results, sums, 0.01))
+    assert names == ["a", "s", "ab", "t", "ab", "s", "ab"]
+
+
+def test_the_record_names_nobody_when_no_step_runs() -> None:
+    """A worker that is killed while it idles blames nobody."""
+    play = Decode()
+    play.local(spec(max_tokens=1))
+    assert play.last(RecordStep).attempts == (AttemptId("r", 1),)
+    play.stepped((50,), ADVANCED, sent(G, TokenChunk))
+    assert play.last(RecordStep).attempts == ()
+
+
+def test_a_successor_tells_every_router_whose_step_its_former_self_left() -> None:
+    """Before anything else it says on that link."""
+    left = LastStep(Peer("decode-0", 99), (AttemptId("x", 3),))
+    play = Decode(left=left)
+    assert play.messages(LastStep, R) == [left]
+    play.up(R1, Role.ROUTER, Send(R1, left))
 
 
 def test_a_message_that_fits_nothing_is_counted_and_dropped() -> None:

@@ -350,6 +350,20 @@ def test_failure_of_an_old_epoch_is_ignored() -> None:
     assert not talk.ends
 
 
+def test_an_end_before_any_attempt_is_repeated_once_if_there_is_no_record() -> None:
+    """A router may just be about to have it admitted; the client does not wait for that."""
+    talk = Talk()
+    talk.submit()
+    out = talk.feed(ClientGone("r", Reason.CLIENT_DISCONNECTED))
+    assert all(message.early for _, message in sent(out, RequestEnded))
+    assert len(talk.ends) == 1
+    talk.answer(Conflict(0, None))
+    repeated = [each for each in talk.pass_time(1.5) if isinstance(each, CallLedger)]
+    assert len(repeated) == 1 and isinstance(repeated[0].op, EndRequest)
+    talk.answer(Conflict(0, None))
+    assert not [each for each in talk.pass_time(30.0) if isinstance(each, CallLedger)]
+
+
 def test_only_the_router_of_a_request_may_give_it_up() -> None:
     """RequestFailed counts from the session's router alone; from anybody else it is stale."""
     outcome = Outcome(Ending.FAILED, reason=Reason.WORKER_LOST)

@@ -110,6 +110,7 @@ def _value(name: str, wanted: Any) -> Any:
         "spec": msgspec.msgpack.decode(msgspec.msgpack.encode(spec())),
         "outcome": {"ending": "failed"},
         "decode": ["decode-0", 2],
+        "peer": ["decode-0", 1],
         "arena": {
             "path": "/a",
             "device": 1,

@@ -12,7 +12,7 @@ from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Outcome, Reason
-from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, Note, Send
+from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, Note, RecordStep, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import AdvanceRequest
 from baton.prefill.io import (
@@ -29,6 +29,7 @@ from baton.wire.messages import (
     ArenaOffered,
     ArenaRef,
     AssignPrefill,
+    AttemptId,
     CancelWork,
     ChunkAnnounced,
     PrefillCommitted,
@@ -86,8 +87,9 @@ class Prefill(Playbook):
         epoch: int = 1,
         decode: Peer = D,
         output: bytes = b"",
+        alone: bool = False,
     ) -> None:
-        self.hear(R, AssignPrefill(spec, epoch, decode, output), *expected)
+        self.hear(R, AssignPrefill(spec, epoch, decode, output, alone=alone), *expected)
 
     def ticket(
         self, request_id: str, tokens: int, *expected: object, epoch: int = 1, cached: int = 0
@@ -235,6 +237,21 @@ def test_short_prompts_share_a_chunk() -> None:
     play.ticket("c", 6)
     play.returned(Like(Send), STARTED, STARTED, CHUNK)
     assert [row.row.request_id for row in play.last(RunChunk).rows] == ["b", "c"]
+
+
+def test_a_suspect_shares_its_chunks_with_nobody() -> None:
+    """(9) Should it end this worker, the record names it alone."""
+    play = Prefill(prefill_chunk_tokens=16)
+    play.start(spec("a", tokens=6))
+    for name, alone in (("b", False), ("s", True), ("c", False)):
+        play.assign(spec(name, tokens=6), alone=alone)
+        play.ticket(name, 6)
+    for names in ("b", "s", "c"):
+        play.returned(Like(Send), STARTED, CHUNK)
+        assert "".join(row.row.request_id for row in play.last(RunChunk).rows) == names
+        assert play.last(RecordStep).attempts == tuple(AttemptId(name, 1) for name in names)
+    play.returned(Like(Send))
+    assert play.last(RecordStep).attempts == ()
 
 
 def test_a_chunk_that_took_too_long_is_followed_by_a_shorter_one() -> None:

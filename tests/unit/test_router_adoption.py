@@ -97,17 +97,18 @@ def test_a_worker_without_the_attempt_is_nobodys_failure() -> None:
     """The dead router had not sent it yet: it is placed again."""
     play = adopted()
     play.failed(D, Reason.UNKNOWN_ATTEMPT, Like(Send), Like(Send), FENCE)
-    assert play.machine.state.entries["r"].failures == 0
+    assert play.machine.state.entries["r"].blames == []
 
 
 def test_failures_are_counted_across_routers() -> None:
     """The ledger keeps the count: a request does not get new chances from each router's death."""
     play = Router(attempts_max=3)
-    play.hear(G, submission(epoch=3), call(AdoptRequest, epoch=3))
+    play.hear(G, submission(epoch=3, base=2), call(AdoptRequest, epoch=3))
     play.answered(Adopted(3, R.PLACED, 3, 2, D, P), Like(Send), Like(Send), Like(Send))
+    play.failed(D, Reason.INTEGRITY, Like(Send), Like(Send), Like(Send), epoch=3)
     exhausted = Like(Outcome, reason=Reason.ATTEMPTS_EXHAUSTED)
-    given_up = sent(G, RequestFailed, epoch=3, outcome=exhausted)
-    play.failed(D, Reason.INTEGRITY, Like(Send), Like(Send), given_up, epoch=3)
+    given_up = sent(G, RequestFailed, epoch=4, outcome=exhausted)
+    play.fenced(given_up, epoch=4, output=ids(50, 51))
 
 
 def test_a_router_that_has_just_started_waits_for_the_worker_to_open_its_link() -> None:

@@ -253,7 +253,7 @@ def test_a_refused_placement_is_no_failure() -> None:
     refused = WorkRefused("r", 1, Reason.NO_BLOCKS)
     play.hear(D, refused, *cancels(D, P), FENCE)
     play.retried()
-    assert play.machine.state.entries["r"].failures == 0
+    assert play.machine.state.entries["r"].blames == []
     assert [PLACED_AGAIN.matches(each) for each in play.wait(0.2)] == [True]
 
 
@@ -318,21 +318,8 @@ def test_giving_way_is_no_failure(reason: Reason) -> None:
     play = Router()
     play.place(spec())
     play.failed(D, reason, *cancels(D, P), FENCE)
-    assert play.machine.state.entries["r"].failures == 0
+    assert play.machine.state.entries["r"].blames == []
     play.failed(D, reason)
-
-
-def test_attempts_are_bounded() -> None:
-    """After ``attempts_max`` failures the request fails with a clear error."""
-    play = Router(attempts_max=2)
-    play.place(spec())
-    play.failed(D, Reason.INTEGRITY, *cancels(D, P), FENCE)
-    play.failed(P, Reason.FENCED)
-    play.retried(PLACED_AGAIN)
-    play.counted("r", epoch=2)
-    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.ATTEMPTS_EXHAUSTED)
-    given_up = sent(G, RequestFailed, epoch=2, outcome=outcome)
-    play.failed(D, Reason.INTEGRITY, *cancels(D, P, epoch=2), given_up, epoch=2)
 
 
 def test_a_hopeless_request_fails_at_once() -> None:
@@ -487,10 +474,22 @@ def test_a_cancel_has_effect_in_every_phase(phase: str) -> None:
     pending = play.last(CallLedger).op
     play.hear(G, RequestEnded("r", 1, CANCELLED), *told)
     assert not play.machine.state.entries and len(play.machine.state.queue) == 0
-    play.feed(LedgerAnswered(pending, Done(1, R.ADMITTED)))
+    # A record that is made after the end is ended too.
+    late = (
+        [call(EndRequest, epoch=1, outcome=CANCELLED)] if isinstance(pending, AdmitRequest) else []
+    )
+    play.feed(LedgerAnswered(pending, Done(1, R.ADMITTED)), *late)
     play.fenced()
     play.ready(D)
     assert not play.machine.state.entries
+
+
+def test_an_end_that_came_before_the_record_is_the_routers_to_make() -> None:
+    """The gateway had heard of no attempt, so its own end may have found no record."""
+    play = Router()
+    play.ready(D, free=0)
+    play.admit(spec())
+    play.hear(G, RequestEnded("r", 1, CANCELLED, early=True), call(EndRequest, outcome=CANCELLED))
 
 
 def _drive(play: Router, phase: str) -> str:
@@ -736,7 +735,7 @@ def test_a_request_is_taken_off_a_draining_decode_when_another_has_room() -> Non
     released = sent(D, CancelWork, request_id="r", epoch=2, reason=Reason.SUPERSEDED)
     play.hear(D1, DecodeReserved("r", 2, 32), released)
     entry = play.machine.state.entries["r"]
-    assert (entry.failures, entry.source, entry.keeper) == (0, "", None)
+    assert (entry.blames, entry.source, entry.keeper) == ([], "", None)
 
 
 def test_without_another_decode_it_runs_on_where_it_is() -> None:

@@ -47,6 +47,7 @@ from baton.wire.messages import (
     CancelWork,
     ChunkAnnounced,
     DecodeReserved,
+    LastStep,
     PrefillCommitted,
     PrefillFailed,
     RequestEnded,
@@ -81,7 +82,8 @@ EXIT_HUNG = 75
 class DecodeMachine:
     """One decode worker. ``Machine[Event, Command]``.
 
-    ``found`` is what it has of the arena, if that was taken over; else all of it is free.
+    ``found`` is what it has of the arena, if that was taken over; else all of it is free. ``left``
+    is the step that the incarnation before it left.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class DecodeMachine:
         block_bytes: int,
         root: bytes,
         found: TakenOver | None = None,
+        left: LastStep | None = None,
     ) -> None:
         pool = BlockPool(blocks_total) if found is None else found.pool
         assert pool.total == blocks_total
@@ -105,6 +108,7 @@ class DecodeMachine:
         self.admission = Admission(self.state, self.handover, self.imports, self.scheduler)
         self.output = Output(self.state)
         self.departure = Departure(self.state)
+        self.left = left
         self.exited = False
         self.leaving = False
         """A successor takes the memory over."""
@@ -463,6 +467,8 @@ class DecodeMachine:
             self.handover.offer(member.peer)
         if member.role is Role.ROUTER:
             self.beacon.forget()
+            if self.left is not None:
+                self.state.send(member.peer, self.left)
 
     def _peer_lost(self, event: PeerLost, now: float) -> None:
         peer = event.peer
@@ -486,7 +492,7 @@ class DecodeMachine:
         self._drop(seq)
         if not event.gone:
             self.state.work_failed(
-                seq, Reason.WORKER_LOST, f"{event.peer} cannot be reached: {event.reason}"
+                seq, Reason.NO_LINK, f"{event.peer} cannot be reached: {event.reason}"
             )
             return
         self.state.note("cancelled", seq, reason=Reason.GATEWAY_LOST, stage=seq.stage.value)

@@ -2,8 +2,11 @@
 
 Decides the batch: every running sequence up to the limit, oldest first, and one chunk of local
 prefill, which several sequences share if each needs less (after a take-over each needs a few
-tokens). When blocks run out the youngest gives way: its blocks are released and its tokens computed
-again later (row invariance makes them the same). The oldest can always go on, so the worker never
+tokens). A suspect of having ended a worker is stepped alone, in turn with all others: should it do
+that again, nobody else is blamed.
+
+When blocks run out the youngest gives way: its blocks are released and its tokens computed again
+later (row invariance makes them the same). The oldest can always go on, so the worker never
 freezes.
 """
 
@@ -15,7 +18,9 @@ from baton.decode.io import RunStep
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
 from baton.ports.channel import BlockCheck
+from baton.ports.driving import RecordStep
 from baton.ports.engine import Row, SampleSpec
+from baton.wire.messages import AttemptId
 
 
 class Scheduler:
@@ -29,6 +34,10 @@ class Scheduler:
         self.rows: tuple[Row, ...] = ()
         self.seals: tuple[tuple[BlockCheck, ...], ...] = ()
         self.preemptions = 0
+        self.shared = False
+        """Whether the last step was that of everybody who is no suspect."""
+        self.recorded = False
+        """Whether the record names somebody."""
 
     # --- building -----------------------------------------------------------------------------
 
@@ -38,6 +47,9 @@ class Scheduler:
             return
         rows = self._rows()
         if not rows:
+            if self.recorded:
+                self.recorded = False
+                self.state.emit(RecordStep(()))
             return
         self.step += 1
         self.step_since = now
@@ -46,12 +58,36 @@ class Scheduler:
             row.request_id: self.state.sequences[row.request_id] for row in rows
         }
         self.seals = tuple(self._seals(row) for row in rows)
+        self.recorded = True
+        attempts = [AttemptId(*seq.key) for seq in self.state.in_flight.values()]
+        self.state.emit(RecordStep(tuple(attempts)))
         self.state.emit(RunStep(self.step, self.rows, self.seals))
 
     def _rows(self) -> list[Row]:
+        """Whoever has waited longest has the next step: everybody together, or one suspect."""
+        ready = [*self.state.live(Stage.RUNNING), *self.state.live(Stage.LOCAL)]
+        together = [seq for seq in ready if not seq.alone]
+        suspects = sorted(
+            (seq for seq in ready if seq.alone), key=lambda seq: (seq.stepped, seq.order)
+        )
+        for seq in suspects if self.shared else ():
+            if rows := self._rows_of([seq]):
+                self.shared, seq.stepped = False, self.step + 1
+                return rows
+        if rows := self._rows_of(together):
+            self.shared = True
+            return rows
+        for seq in suspects:
+            if rows := self._rows_of([seq]):
+                seq.stepped = self.step + 1
+                return rows
+        return []
+
+    def _rows_of(self, ready: list[Sequence]) -> list[Row]:
+        """Return the rows of one step of ``ready``, the running ones before the local prompts."""
         limits = self.state.limits
         rows: list[Row] = []
-        for seq in self.state.live(Stage.RUNNING):
+        for seq in [seq for seq in ready if seq.stage is Stage.RUNNING]:
             if len(rows) >= limits.batch_sequences_max:
                 break
             if seq.stage is not Stage.RUNNING:
@@ -59,9 +95,7 @@ class Scheduler:
             if self._room(seq, seq.length):
                 rows.append(self._row(seq, seq.length))
         budget = limits.local_prefill_chunk_tokens
-        for seq in self.state.live(Stage.LOCAL):
-            if seq.stage is not Stage.LOCAL:
-                continue
+        for seq in [seq for seq in ready if seq.stage is Stage.LOCAL]:
             if not seq.blocks:
                 self._reuse_prefix(seq)
             end = min(seq.computed + budget, seq.length)

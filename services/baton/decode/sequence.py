@@ -49,6 +49,8 @@ class Sequence:
     router: Peer
     turn: int
     """Of that router; it grows when another one adopts the request."""
+    alone: bool
+    """Suspected of ending workers: its steps are its own."""
     order: int
     """Arrival number: the younger gives way to the older."""
     forced: int
@@ -69,6 +71,8 @@ class Sequence:
     """One for each id of ``output[forced:]`` if the request wants them."""
     finish: FinishReason | None = None
     """Why it is complete; set at creation if the forced ids are the whole answer."""
+    stepped: int = 0
+    """The last step it had to itself."""
     running_since: float | None = None
     """When its prompt was complete here, for the first time."""
     finished_at: float = 0.0
@@ -96,6 +100,7 @@ class Sequence:
             epoch=message.epoch,
             router=router,
             turn=message.turn,
+            alone=message.alone,
             order=order,
             forced=len(forced),
             tokens=tokens,

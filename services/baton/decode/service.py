@@ -14,10 +14,11 @@ from baton.decode.machine import DecodeMachine
 from baton.decode.takeover import TakenOver, take_stock
 from baton.decode.work import Turns, bring, probe, run_step, verify
 from baton.engine.info import ModelNotPrepared
+from baton.ports.driving import RecordStep
 from baton.runtime.engine_thread import EngineThread
 from baton.runtime.model import ServedModel, served_model
 from baton.runtime.service import Context, Service, StartFailed
-from baton.runtime.worker import make_engine
+from baton.runtime.worker import make_engine, open_step_record
 
 STOP_S = 1.5
 #: Up to this much is verified on the loop, in about half a millisecond: the way to the verifying
@@ -42,6 +43,7 @@ def build(context: Context) -> Service:
     sources = ShmSources(config.arena.dir, config.cluster.name, model.layout, model.compat)
     engine.attach(arena.ref.file_id, arena.memory)
     engine.warm_up()
+    record = open_step_record(context)
     machine = DecodeMachine(
         context.me,
         config.limits,
@@ -51,6 +53,7 @@ def build(context: Context) -> Service:
         block_bytes=model.layout.block_bytes,
         root=chain_root(repr(model.compat)),
         found=found,
+        left=record.left,
     )
     steps = EngineThread(context.feed, context.crash, context.clock)
     checks = EngineThread(context.feed, context.crash, context.clock, name="verify")
@@ -91,6 +94,7 @@ def build(context: Context) -> Service:
     return Service(
         machine=machine,
         executors={
+            RecordStep: record.write,
             RunStep: run,
             VerifyBlocks: check,
             ImportBlocks: bring_in,

@@ -120,7 +120,7 @@ class Attempts:
             outcome = ended.outcome
         return [
             Measure("stale_messages_total", labels={"kind": "unknown"}),
-            Send(peer, RequestEnded(request_id=request_id, epoch=epoch, outcome=outcome)),
+            Send(peer, RequestEnded(request_id, epoch, outcome, early=True)),
         ]
 
     def _placed(

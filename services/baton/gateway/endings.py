@@ -25,6 +25,8 @@ WAITING_MAX = 8_192
 REPEAT_FIRST_S = 0.25
 REPEAT_MAX_S = 5.0
 REPEAT_FOR_S = 60.0
+#: A record that was asked for before its request's end is there by then.
+REPEAT_EARLY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -32,6 +34,8 @@ class _Ending:
     op: EndRequest
     since: float
     client_told: bool
+    early: bool
+    """A router may be about to make its record."""
     wait_s: float = REPEAT_FIRST_S
 
 
@@ -83,15 +87,17 @@ class Endings:
         *,
         tell_first: bool,
         retry_after_ms: int = 0,
+        early: bool = False,
     ) -> list[Command]:
         """Propose ``outcome`` to the ledger.
 
         The client of a completed request is told when the ledger has answered, so that it is told
         the one outcome there is; with ``tell_first`` (nobody else could have ended it otherwise,
-        or nobody listens) it does not wait.
+        or nobody listens) it does not wait. ``early``: the request was given to a router and may
+        have no record yet; if so, the end is repeated once.
         """
         op = EndRequest(request_id=request_id, epoch=epoch, outcome=outcome, by=self._me)
-        self._waiting[request_id] = _Ending(op, now, client_told=tell_first)
+        self._waiting[request_id] = _Ending(op, now, client_told=tell_first, early=early)
         commands: list[Command] = []
         if tell_first:
             commands.append(End(request_id, outcome, retry_after_ms))
@@ -126,6 +132,10 @@ class Endings:
                 return [CallLedger(ending.op)]
             if reply.outcome is not None:
                 return self._finish(ending, _reconcile(ending.op.outcome, reply.outcome))
+        if ending.early and reply == Conflict(0, None):
+            ending.early = False
+            self._timers.set(ending.op.request_id, now + REPEAT_EARLY_S)
+            return []
         return self._finish(ending, ending.op.outcome)
 
     def _finish(self, ending: _Ending, outcome: Outcome) -> list[Command]:

@@ -67,6 +67,8 @@ class Session:
     """Since when no router has it."""
     epoch: int = 1
     """Lower ones are refused (the fence)."""
+    base: int = 0
+    """Ids held when the attempt of ``epoch`` began."""
     fenced: bool = False
     """Fenced at ``epoch``, and not placed at it yet."""
     decode: Peer | None = None
@@ -105,6 +107,7 @@ class Session:
             epoch=self.epoch,
             decode=self.decode,
             prefill=self.prefill,
+            base=self.base,
             decode_lost=decode_lost,
             age_ms=max(0, int((now - self.submitted_at) * 1000)),
         )
@@ -113,6 +116,7 @@ class Session:
         """Refuse everything below ``epoch`` from now on and forget the attempt's workers."""
         assert epoch > self.epoch
         self.epoch = epoch
+        self.base = len(self.ids)
         self.fenced = True
         self._unbind()
 

@@ -68,7 +68,8 @@ class State:
         self.timers.set(request_id, None)
         told = {peer for peer in session.told if peer in self.links}
         self.endings.remember(request_id, outcome, told)
-        ended = RequestEnded(request_id=request_id, epoch=session.epoch, outcome=outcome)
+        early = session.phase is not Phase.RUNNING
+        ended = RequestEnded(request_id, session.epoch, outcome, early)
         commands: list[Command] = [Send(peer, ended) for peer in sorted(told)]
         tell_first = outcome.ending is not Ending.COMPLETED
         commands += self.endings.begin(
@@ -78,6 +79,7 @@ class State:
             now,
             tell_first=tell_first,
             retry_after_ms=retry_after_ms,
+            early=early and session.turn > 0,
         )
         commands += measure_end(outcome)
         commands.append(Measure("request_seconds", now - session.submitted_at))

@@ -26,6 +26,8 @@ class Job:
     router: Peer
     turn: int
     """Of that router; it grows when another one adopts the request."""
+    alone: bool
+    """Suspected of ending workers: its chunks are its own."""
     decode: Peer
     assigned_at: float
     ids: bytes
@@ -53,6 +55,7 @@ class Job:
             epoch=message.epoch,
             router=router,
             turn=message.turn,
+            alone=message.alone,
             decode=message.decode,
             assigned_at=now,
             ids=ids,

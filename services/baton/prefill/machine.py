@@ -16,7 +16,16 @@ from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
-from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, LedgerAnswered, Measure, Note, Send
+from baton.ports.driving import (
+    EXIT_RESTART,
+    CallLedger,
+    Exit,
+    LedgerAnswered,
+    Measure,
+    Note,
+    RecordStep,
+    Send,
+)
 from baton.ports.ledger import AdvanceRequest
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.prefill.arenas import Arenas
@@ -39,9 +48,11 @@ from baton.wire.messages import (
     ArenaOffered,
     ArenaRef,
     AssignPrefill,
+    AttemptId,
     BlockSum,
     CancelWork,
     ChunkAnnounced,
+    LastStep,
     PrefillCommitted,
     PrefillFailed,
     RequestEnded,
@@ -74,9 +85,23 @@ SPEED_WEIGHT = 0.3
 
 
 class PrefillMachine:
-    """One prefill worker. ``Machine[Event, Command]``."""
+    """One prefill worker. ``Machine[Event, Command]``.
 
-    def __init__(self, me: Peer, limits: Limits, *, block_size: int, root: bytes) -> None:
+    ``left`` is the chunk that the incarnation before it left.
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        limits: Limits,
+        *,
+        block_size: int,
+        root: bytes,
+        left: LastStep | None = None,
+    ) -> None:
+        self.left = left
+        self.recorded = False
+        """Whether the record of steps names somebody."""
         self.me = me
         self.limits = limits
         self.block_size = block_size
@@ -157,6 +182,8 @@ class PrefillMachine:
                 self.peers[member.peer] = member
                 self.beacon.forget()
                 self._replaced(member.peer, now)
+                if member.role is Role.ROUTER and self.left is not None:
+                    self._send(member.peer, self.left)
             case PeerLost():
                 self._peer_lost(event, now)
             case LeaseChanged(state):
@@ -262,10 +289,13 @@ class PrefillMachine:
     def _start_chunk(self, now: float) -> None:
         if self.step_since is not None:
             return
-        budget, rows = self.chunk_size.tokens(), []
+        budget = self.chunk_size.tokens()
+        rows: list[tuple[ChunkRow, Job]] = []
         for job in self.jobs.values():
             if job.ticket is None:
                 continue
+            if job.alone and rows:
+                break
             chunk = job.chunk(budget, self.block_size)
             if chunk is None:
                 break
@@ -274,13 +304,18 @@ class PrefillMachine:
                 self._advance(job)
             rows.append((chunk, job))
             budget -= len(chunk.row.token_ids)
-            if budget <= 0:
+            if budget <= 0 or job.alone:
                 break
         if not rows:
+            if self.recorded:
+                self.recorded = False
+                self._emit(RecordStep(()))
             return
         self.step += 1
         self.step_since = now
         self.flying = rows
+        self.recorded = True
+        self._emit(RecordStep(tuple(AttemptId(*job.key) for _, job in rows)))
         self._emit(RunChunk(self.step, tuple(row for row, _ in rows)))
 
     def _advance(self, job: Job) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from baton.channel.shm import ShmChannel
 from baton.core.prefix import chain_root
 from baton.engine.info import ModelNotPrepared
+from baton.ports.driving import RecordStep
 from baton.prefill.io import MapArena, RunChunk, UnmapArena
 from baton.prefill.machine import PrefillMachine
 from baton.prefill.work import ChunkWorker
 from baton.runtime.engine_thread import EngineThread
 from baton.runtime.model import served_model
 from baton.runtime.service import Context, Service, StartFailed
-from baton.runtime.worker import make_engine
+from baton.runtime.worker import make_engine, open_step_record
 
 STOP_S = 1.5
 
@@ -31,11 +32,13 @@ def build(context: Context) -> Service:
     engine.warm_up()
     channel = ShmChannel(model.layout, model.compat)
     worker = ChunkWorker(engine, channel, context.me, context.clock)
+    record = open_step_record(context)
     machine = PrefillMachine(
         context.me,
         config.limits,
         block_size=model.layout.block_size,
         root=chain_root(repr(model.compat)),
+        left=record.left,
     )
     # One thread for chunks and mappings: a mapping never goes while a chunk stores into it.
     thread = EngineThread(context.feed, context.crash, context.clock)
@@ -54,7 +57,12 @@ def build(context: Context) -> Service:
 
     return Service(
         machine=machine,
-        executors={RunChunk: run, MapArena: map_arena, UnmapArena: unmap},
+        executors={
+            RecordStep: record.write,
+            RunChunk: run,
+            MapArena: map_arena,
+            UnmapArena: unmap,
+        },
         compat=model.compat,
         model_name=model.name,
         on_stop=stop,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from baton.core.ids import Peer
 from baton.ports.ledger import Adopted
 from baton.router.attempts import Attempts
-from baton.router.entry import Entry, Phase
+from baton.router.entry import Blame, Entry, Phase
 from baton.router.state import State
 from baton.wire.messages import SubmitRequest, WorkAdopted
 
@@ -29,7 +29,7 @@ class Adoption:
         entry.phase = Phase.ADOPTING
         entry.turn, entry.epoch = message.turn, message.epoch
         entry.decode, entry.prefill = message.decode, message.prefill
-        entry.decode_lost = message.decode_lost
+        entry.base, entry.decode_lost = message.base, message.decode_lost
         entry.placed_once = message.begun
         entry.unmeasured = not message.begun
         entry.ledger_since = now
@@ -38,7 +38,8 @@ class Adoption:
 
     def adopted(self, entry: Entry, reply: Adopted, now: float) -> None:
         """The record is ours: go on from where it stands."""
-        entry.epoch, entry.failures = reply.epoch, reply.failures
+        entry.epoch = reply.epoch
+        entry.blames = [Blame(0, "under another router") for _ in range(reply.failures)]
         self.state.measure("requests_adopted_total")
         self.state.note("adopted", entry, turn=entry.turn, state=reply.state.value)
         if reply.decode is None:

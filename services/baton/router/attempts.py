@@ -25,6 +25,7 @@ from baton.ports.ledger import (
     RetryRequest,
     Unavailable,
 )
+from baton.router.blame import Blames
 from baton.router.entry import Entry, Phase
 from baton.router.moves import Moves
 from baton.router.state import State
@@ -46,6 +47,9 @@ REFUSED_PAUSE_S = 0.025
 REFUSED_PAUSE_MAX_S = 0.8
 QUEUE_WEIGHT = 0.1
 
+#: Pre-empted, or its worker shuts down, cannot reach the gateway or never heard of it.
+NOBODYS = (Reason.NO_BLOCKS, Reason.DRAINING, Reason.NO_LINK, Reason.UNKNOWN_ATTEMPT)
+
 #: The transition whose answer each phase waits for; an answer to another one is late.
 PENDING: Mapping[Phase, type[object]] = {
     Phase.ADMITTING: AdmitRequest,
@@ -60,6 +64,7 @@ class Attempts:
 
     def __init__(self, state: State, moves: Moves, verdicts: Verdicts) -> None:
         self.state = state
+        self.blames = Blames(state, verdicts)
         self.moves = moves
         self.verdicts = verdicts
         self.adopted: Callable[[Entry, Adopted, float], None]
@@ -70,6 +75,8 @@ class Attempts:
     def answered(self, op: AnyOp, reply: Reply | Unavailable, now: float) -> None:
         entry = self._waiting_for(op)
         if entry is None:
+            if isinstance(op, AdmitRequest | AdoptRequest) and isinstance(reply, Done | Adopted):
+                self.verdicts.born_late(op.spec.request_id, reply.epoch)
             return
         pending = type(op) is PENDING.get(entry.phase)
         match reply:
@@ -173,7 +180,7 @@ class Attempts:
             case Phase.ADOPTING:
                 op = AdoptRequest(spec, me, entry.turn, epoch, *workers)
             case Phase.RETRYING:
-                op = RetryRequest(spec.request_id, epoch, me, entry.failures)
+                op = RetryRequest(spec.request_id, epoch, me, len(entry.blames))
             case Phase.PLACING:
                 assert entry.decode is not None
                 op = PlaceRequest(spec.request_id, epoch, me, entry.decode, entry.prefill)
@@ -242,9 +249,11 @@ class Attempts:
         source, spec, epoch, turn = entry.source, entry.spec, entry.epoch, entry.turn
         way = {"prefill": str(prefill or "local"), **({"source": source} if source else {})}
         self.state.note("placed", entry, decode=str(decode), **way)
-        self.state.send(decode, ReserveDecode(spec, epoch, prefill, entry.output, source, turn))
+        output, alone = entry.output, entry.suspect
+        reserve = ReserveDecode(spec, epoch, prefill, output, source, turn, alone)
+        self.state.send(decode, reserve)
         if prefill is not None:
-            self.state.send(prefill, AssignPrefill(spec, epoch, decode, entry.output, turn))
+            self.state.send(prefill, AssignPrefill(spec, epoch, decode, output, turn, alone))
         self.tell_placed(entry, now)
 
     def tell_placed(self, entry: Entry, now: float) -> None:
@@ -295,7 +304,8 @@ class Attempts:
                 now
             )  # another one may have its links and a lease
         entry.refusals += 1
-        entry.not_before = now + min(REFUSED_PAUSE_S * 2.0**entry.refusals, REFUSED_PAUSE_MAX_S)
+        pause = min(REFUSED_PAUSE_S * 2.0**entry.refusals, REFUSED_PAUSE_MAX_S)
+        entry.not_before = now + pause * self.state.jitter(entry)
         self.recover(entry)
 
     def work_failed(self, peer: Peer, message: WorkFailed, now: float) -> None:
@@ -311,25 +321,18 @@ class Attempts:
             self.verdicts.cancel_work(entry, reason)
             self.verdicts.give_up(entry, now, reason, message.message)
             return
-        if reason in (Reason.NO_BLOCKS, Reason.DRAINING, Reason.UNKNOWN_ATTEMPT):
-            # Pre-empted, or its worker shuts down or never heard of it: nobody failed.
+        if reason in NOBODYS:
             self.recover(entry)
             return
         if reason is not Reason.WORKER_LOST:
             self.state.placement.workers[peer].failed(now)
-        self.attempt_failed(entry, f"{reason}: {message.message}", now)
+        # Of those it works with, decode reports prefill's end alone.
+        lost = entry.prefill if reason is Reason.WORKER_LOST else None
+        self.attempt_failed(entry, f"{reason}: {message.message}", now, lost)
 
-    def attempt_failed(self, entry: Entry, text: str, now: float) -> None:
-        entry.failures += 1
-        if entry.failures >= self.state.limits.attempts_max:
-            self.verdicts.cancel_work(entry, Reason.ATTEMPTS_EXHAUSTED)
-            self.verdicts.give_up(
-                entry,
-                now,
-                Reason.ATTEMPTS_EXHAUSTED,
-                f"{entry.failures} attempts failed, the last one: {text}",
-            )
-            return
+    def attempt_failed(self, entry: Entry, text: str, now: float, lost: Peer | None = None) -> None:
+        """The attempt is over without a result; ``lost`` is the worker whose end that was."""
+        self.blames.put(entry, text, now, lost)
         self.recover(entry, now)
 
     def move_on(self, now: float) -> None:
@@ -360,7 +363,8 @@ class Attempts:
         if epoch > entry.epoch + 1:
             # It was fenced by somebody whose retry the ledger never saw: go on from there.
             entry.epoch = epoch - 1
-        entry.output = output
+        if not self.blames.fenced(entry, output, now):
+            return
         entry.phase = Phase.RETRYING
         entry.ledger_since = now
         self.ask_again(entry, now)

@@ -38,6 +38,22 @@ class Phase(Enum):
     """Given up; waiting for the gateway to make it terminal."""
 
 
+#: After so many blames in a row a request is a suspect: its steps are its own.
+SUSPECT_AFTER = 2
+
+
+@dataclass(slots=True)
+class Blame:
+    """One attempt that ended without a result."""
+
+    epoch: int
+    text: str = ""
+    lost: Peer | None = None
+    """The worker that ended with it: its successor says whether this attempt was in its step."""
+    due: float = 0.0
+    """When it counts even if no successor has said anything."""
+
+
 @dataclass(slots=True)
 class Entry:
     """One request."""
@@ -50,6 +66,8 @@ class Entry:
     epoch: int = 1
     output: bytes = b""
     """Ids that the client may have seen (uint32 LE): forced in the next attempt."""
+    base: int = 0
+    """Ids that the last attempt began with."""
     decode: Peer | None = None
     prefill: Peer | None = None
     decode_lost: bool = False
@@ -59,8 +77,11 @@ class Entry:
     link_due: float | None = None
     """By then ``decode`` must have opened a link here, so that it can be told."""
     reserved: bool = False
-    failures: int = 0
-    """Attempts that ended without a result; refusals do not count."""
+    blames: list[Blame] = field(default_factory=list)
+    """Attempts in a row that ended without a result and without a new token; refusals and such as
+    nobody is to blame for do not count."""
+    on_trial: bool = False
+    """It has failed too often if all blames are right; it waits until that is known."""
     refusals: int = 0
     """Placements in a row that a worker refused."""
     unmeasured: bool = False
@@ -92,6 +113,11 @@ class Entry:
     def create(cls, spec: RequestSpec, now: float) -> Entry:
         chains = chain_of(b"", spec.prompt, AFFINITY_BLOCK_TOKENS, AFFINITY_BLOCKS)
         return cls(spec=spec, arrived=now, ledger_since=now, chains=chains)
+
+    @property
+    def suspect(self) -> bool:
+        """Whether its next attempt runs alone."""
+        return len(self.blames) >= SUSPECT_AFTER
 
     @property
     def tokens(self) -> int:

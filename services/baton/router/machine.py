@@ -18,12 +18,14 @@ from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Reason
 from baton.ports.driving import EXIT_RESTART, Exit, LedgerAnswered, Measure, Note
+from baton.ports.ledger import EndRequest, FindOrphans
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.router.admission import Admission
 from baton.router.adoption import Adoption
 from baton.router.attempts import Attempts
 from baton.router.entry import Entry, Phase
 from baton.router.moves import Moves
+from baton.router.orphans import OrphanSweep
 from baton.router.placement import Placement, WorkerView
 from baton.router.state import State
 from baton.router.verdicts import Verdicts
@@ -31,6 +33,7 @@ from baton.wire.holdings import HeldRequest, Holdings
 from baton.wire.messages import (
     AnyMessage,
     DecodeReserved,
+    LastStep,
     MoveOffered,
     PoolStatus,
     RequestEnded,
@@ -70,6 +73,7 @@ class RouterMachine:
         self.attempts = Attempts(self.state, self.moves, self.verdicts)
         self.adoption = Adoption(self.state, self.attempts)
         self.admission = Admission(self.state, self.attempts, self.adoption)
+        self.orphans = OrphanSweep(self.state)
         self.drain_due: float | None = None
         self.exited = False
         self.split = split
@@ -83,6 +87,7 @@ class RouterMachine:
         self.state.commands = []
         self._dispatch(event, now)
         self._note_alone(now)
+        self.orphans.time_passed(now)
         self.attempts.place_waiting(now)
         self.attempts.move_on(now)
         self._tell_pool()
@@ -95,7 +100,8 @@ class RouterMachine:
         return self.state.commands
 
     def deadline(self) -> float | None:
-        times = [time for time in (self.tick_at, self.drain_due) if time is not None]
+        dues = (self.tick_at, self.drain_due, self.orphans.next_at)
+        times = [time for time in dues if time is not None]
         return min(times, default=None)
 
     def check(self) -> None:
@@ -116,6 +122,10 @@ class RouterMachine:
                 self._tick(now)
             case Received(peer, message):
                 self._received(peer, message, now)
+            case LedgerAnswered(FindOrphans(), reply):
+                self.orphans.found(reply, now)
+            case LedgerAnswered(EndRequest() as op, reply):
+                self.orphans.ended(op, reply)
             case LedgerAnswered(op, reply):
                 self.attempts.answered(op, reply, now)
             case PeerUp(member):
@@ -140,8 +150,8 @@ class RouterMachine:
                 self.admission.submit(peer, message, now)
             case RequestMoved(request_id, turn):
                 self._moved(request_id, turn)
-            case RequestEnded(request_id, epoch, outcome):
-                self.verdicts.ended(request_id, outcome)
+            case RequestEnded():
+                self.verdicts.ended(message)
             case RequestFenced(request_id, epoch, output):
                 self.attempts.fenced(request_id, epoch, output, now)
             case WorkerStatus():
@@ -152,6 +162,8 @@ class RouterMachine:
                 self.attempts.reserved(peer, message)
             case WorkRefused():
                 self.attempts.work_refused(peer, message, now)
+            case LastStep():
+                self.attempts.blames.heard(message, now)
             case WorkFailed():
                 self.attempts.work_failed(peer, message, now)
             case MoveOffered():
@@ -217,7 +229,7 @@ class RouterMachine:
                 continue
             self.state.measure("attempts_failed_total", reason=Reason.WORKER_LOST)
             self.state.note("worker_lost", entry, by=str(peer), message=event.reason)
-            self.attempts.attempt_failed(entry, f"{peer} is lost: {event.reason}", now)
+            self.attempts.attempt_failed(entry, f"{peer} is lost: {event.reason}", now, peer)
 
     def _lease_changed(self, state: LeaseState, now: float) -> None:
         before, self.state.lease = self.state.lease, state
@@ -282,6 +294,9 @@ class RouterMachine:
             return
         if entry.ledger_again is not None and now >= entry.ledger_again:
             self.attempts.ask_again(entry, now)
+        on_trial = entry.on_trial and now >= entry.not_before
+        if on_trial and not self.attempts.blames.judge(entry, now):
+            return
         if entry.link_due is not None and now >= entry.link_due:
             entry.link_due = None
             if entry.phase is Phase.PLACED and entry.decode not in self.state.placement.workers:

@@ -6,6 +6,7 @@ Decides nothing but how long a refused client should wait.
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass, field
 
 from baton.core.ids import Peer
@@ -59,6 +60,11 @@ class State:
 
     def of_gateway(self, gateway: Peer) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.spec.gateway == gateway]
+
+    def jitter(self, entry: Entry) -> float:
+        """Return 0.5 to 1, the same for a request each time: those that failed together do not
+        come back together."""
+        return 0.5 + zlib.crc32(entry.spec.request_id.encode()) / 2**33
 
     def starting(self, now: float) -> bool:
         """Whether workers may still be about to open their links to this router."""

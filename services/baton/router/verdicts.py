@@ -5,13 +5,18 @@ Decides which message the gateway will take for it, and how long an entry is kep
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.ports.driving import CallLedger
 from baton.ports.ledger import EndRequest
 from baton.router.entry import Entry, Phase
 from baton.router.moves import Moves
 from baton.router.state import State
-from baton.wire.messages import CancelWork, RequestFailed, RequestRefused
+from baton.wire.messages import CancelWork, RequestEnded, RequestFailed, RequestRefused
+
+#: Ends remembered; a ledger answers within seconds, or not at all.
+OVER_MAX = 1_024
 
 
 class Verdicts:
@@ -19,6 +24,8 @@ class Verdicts:
 
     def __init__(self, state: State, moves: Moves) -> None:
         self.state = state
+        self.over: OrderedDict[str, Outcome] = OrderedDict()
+        """How requests have ended lately."""
         self.moves = moves
 
     def refuse(self, entry: Entry, now: float, reason: Reason, text: str) -> None:
@@ -64,7 +71,9 @@ class Verdicts:
         epoch = max(epoch, entry.epoch + (entry.phase in (Phase.FENCING, Phase.RETRYING)))
         self._close(entry, RequestFailed(entry.spec.request_id, epoch, outcome), now)
 
-    def ended(self, request_id: str, outcome: Outcome) -> None:
+    def ended(self, message: RequestEnded) -> None:
+        """Its gateway says how it ended."""
+        request_id, outcome = message.request_id, message.outcome
         entry = self.state.entries.get(request_id)
         if entry is None:
             return
@@ -77,6 +86,18 @@ class Verdicts:
                 view.succeeded()
         self.state.note("ended", entry, ending=outcome.ending)
         self.forget(entry)
+        self.over[request_id] = outcome
+        while len(self.over) > OVER_MAX:
+            self.over.popitem(last=False)
+        if message.early:
+            self.born_late(request_id, entry.epoch)
+
+    def born_late(self, request_id: str, epoch: int) -> None:
+        """The ledger may have made the record after the request's end, which found none: end it."""
+        outcome = self.over.get(request_id)
+        if outcome is not None:
+            op = EndRequest(request_id, epoch, outcome, self.state.me)
+            self.state.emit(CallLedger(op))
 
     def end_for_lost_gateway(self, entry: Entry) -> None:
         outcome = Outcome(Ending.CANCELLED, reason=Reason.GATEWAY_LOST)

@@ -35,9 +35,11 @@ from baton.ports.ledger import (
     Denied,
     Done,
     EndRequest,
+    FindOrphans,
     LeaseHeld,
     LeaseLost,
     OpenResumable,
+    Orphans,
     PlaceRequest,
     ReleaseLease,
     RenewLease,
@@ -60,6 +62,7 @@ _SCRIPTS: tuple[tuple[type[AnyOp], str, str], ...] = (
     (AcquireLease, "lease_prelude", "acquire_lease"),
     (RenewLease, "lease_prelude", "renew_lease"),
     (ReleaseLease, "lease_prelude", "release_lease"),
+    (FindOrphans, "lease_prelude", "find_orphans"),
     (AdmitRequest, "request_prelude", "admit_request"),
     (AdoptRequest, "request_prelude", "adopt_request"),
     (PlaceRequest, "request_prelude", "place_request"),
@@ -129,6 +132,8 @@ class Scribe:
                 return self._lease(peer, ttl_ms, ())
             case ReleaseLease(peer=peer):
                 return self._lease(peer, self._limits.lease_ttl_ms, (peer.incarnation,))
+            case FindOrphans(peer=peer, ttl_ms=ttl_ms, count_max=count_max):
+                return self._lease(peer, ttl_ms, (count_max,))
             case AdmitRequest(spec=spec, router=router):
                 own = (str(router), str(spec.gateway), _encode(spec), self._backstop_ms(spec))
                 return self._request(op, spec.request_id, 1, "", own)
@@ -181,7 +186,9 @@ class Scribe:
     def _request(
         self, op: RequestOp, request_id: str, epoch: int, op_id: str, own: Sequence[Word]
     ) -> tuple[Sequence[Word], Sequence[Word]]:
-        names = (self.keys.request(request_id), self.keys.owners)
+        names: tuple[Word, ...] = (self.keys.request(request_id), self.keys.owners)
+        if isinstance(op, EndRequest):
+            names = (*names, self.keys.leases)
         target = target_of(op).value
         legal = self._sources.get((type(op), target))
         if legal is None:
@@ -230,6 +237,8 @@ def _read(reply: RespReply) -> Reply:
         case [b"adopted", int(epoch), state, int(attempts), int(failures), decode, prefill]:
             workers = _peer(decode), _peer(prefill)
             return Adopted(epoch, RequestState(_text(state)), attempts, failures, *workers)
+        case [b"orphans", *found]:
+            return Orphans(tuple(_text(each) for each in found))
         case [b"conflict"]:
             return Conflict(0, None)
         case [b"conflict", int(epoch), state, bytes(outcome)]:

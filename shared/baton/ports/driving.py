@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from baton.core.ids import Peer
 from baton.ports.ledger import AnyOp, Reply, Unavailable
-from baton.wire.messages import AnyMessage
+from baton.wire.messages import AnyMessage, AttemptId
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,14 @@ class LedgerAnswered:
 
     op: AnyOp
     reply: Reply | Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class RecordStep:
+    """Command: remember, beyond this process's end, who has rows in the step that starts next;
+    nobody: none runs. Comes before the step."""
+
+    attempts: tuple[AttemptId, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,15 @@ class ReleaseLease(Op, frozen=True):
     peer: Peer
 
 
+class FindOrphans(Op, frozen=True):
+    """Sweep, and name live requests that somebody without a lease works on, those that expire
+    first first; nobody's while the ledger is in rebuild. Answered with :class:`Orphans`."""
+
+    peer: Peer
+    ttl_ms: int
+    count_max: int
+
+
 class AdmitRequest(Op, frozen=True):
     """RECEIVED -> ADMITTED at epoch 1, or the record that is there (create-or-return).
 
@@ -121,7 +130,8 @@ class RetryRequest(Op, frozen=True):
 
 class EndRequest(Op, frozen=True):
     """To the terminal state of ``outcome``: the one compare-and-set that ends a request. Only by
-    one of the record's owners: gateway, router, decode, prefill."""
+    one of the record's owners (gateway, router, decode, prefill); by anybody if neither its
+    gateway nor its router holds a lease."""
 
     request_id: str
     epoch: int
@@ -242,6 +252,7 @@ AnyOp = (
     AcquireLease
     | RenewLease
     | ReleaseLease
+    | FindOrphans
     | RequestOp
     | OpenResumable
     | ClaimResumable
@@ -267,6 +278,13 @@ class LeaseLost:
     """The lease is not this incarnation's any more (expired and swept, or replaced)."""
 
     ledger_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Orphans:
+    """Live requests that a process without a lease works on."""
+
+    request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +364,8 @@ class Conflict:
     outcome: Outcome | None = None
 
 
-Reply = LeaseHeld | LeaseLost | Done | Adopted | Conflict | Resumable | Repeated | Denied
+LeaseReply = LeaseHeld | LeaseLost | Orphans
+Reply = LeaseReply | Done | Adopted | Conflict | Resumable | Repeated | Denied
 
 
 @dataclass(frozen=True, slots=True)

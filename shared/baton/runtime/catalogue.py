@@ -115,6 +115,7 @@ _ALL = (
     _counter("requests_refused_total", "Requests refused before any work.", reason=REASONS),
     _counter("requests_admitted_total", "Requests taken in by a router."),
     _counter("requests_adopted_total", "Requests taken over from another router."),
+    _counter("orphans_ended_total", "Requests ended because gateway and router were lost."),
     _counter("attempts_total", "Placements, the first of each request included."),
     _counter("attempts_failed_total", "Placements that gave no result.", reason=REASONS),
     _counter("preemptions_total", "Sequences put back to free blocks for others."),

@@ -1,4 +1,4 @@
-"""What prefill and decode processes share in their making: the engine, as configured."""
+"""What prefill and decode processes share in their making: the engine, and the step record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,27 @@ from baton.engine.fake import FakeKnobs
 from baton.engine.stop_points import FileStopPoints
 from baton.ports.engine import Engine
 from baton.runtime.model import ServedModel
-from baton.runtime.service import Context
+from baton.runtime.service import Context, StartFailed
+from baton.runtime.step_record import StepRecord, StepRecordInUse, record_path
+
+
+def open_step_record(context: Context) -> StepRecord:
+    """Open the record of this worker's steps, and log what its former incarnation left there.
+
+    Raises:
+        StartFailed: a former incarnation is still there.
+    """
+    try:
+        record = StepRecord(record_path(context.run_dir, context.me.worker_id), context.me)
+    except StepRecordInUse as error:
+        raise StartFailed(str(error), permanent=False) from None
+    if record.left is not None and record.left.attempts:
+        context.log.warning(
+            "died_in_a_step",
+            former=record.left.peer,
+            request_ids=[each.request_id for each in record.left.attempts],
+        )
+    return record
 
 
 def make_engine(context: Context, model: ServedModel) -> Engine:

@@ -29,9 +29,11 @@ from baton.ports.ledger import (
     Conflict,
     Done,
     EndRequest,
+    FindOrphans,
     LeaseHeld,
     LeaseLost,
     OpenResumable,
+    Orphans,
     PlaceRequest,
     ReleaseLease,
     RenewLease,
@@ -121,6 +123,8 @@ class LedgerModel:
         match op:
             case AcquireLease() | RenewLease() | ReleaseLease():
                 return self._lease(op, now_ms)
+            case FindOrphans():
+                return self._orphans(op, now_ms)
             case AdmitRequest():
                 return self._admit(op, now_ms)
             case AdoptRequest():
@@ -135,12 +139,30 @@ class LedgerModel:
 
     # --- leases -------------------------------------------------------------------------------
 
+    def _open(self, now: int, ttl: int) -> bool:
+        """Return whether this call has found the ledger empty, and made it."""
+        if self.ledger_id:
+            return False
+        self.ledger_id = f"{self._random.getrandbits(64):016x}"
+        self.rebuild_until = now + ttl
+        return True
+
+    def _orphans(self, op: FindOrphans, now: int) -> Reply:
+        self._sweep(now, op.ttl_ms, self._open(now, op.ttl_ms))
+        if now < self.rebuild_until:
+            return Orphans(())
+        entries = sorted(
+            (record.expires_at, f"{peer} {request_id}", request_id)
+            for request_id, record in self.records.items()
+            for peer in record.owners
+            if peer not in self.leases
+        )
+        found = dict.fromkeys(request_id for _, _, request_id in entries)
+        return Orphans(tuple(found)[: op.count_max])
+
     def _lease(self, op: AcquireLease | RenewLease | ReleaseLease, now: int) -> Reply:
         ttl = self._limits.lease_ttl_ms if isinstance(op, ReleaseLease) else op.ttl_ms
-        opened = not self.ledger_id
-        if opened:
-            self.ledger_id = f"{self._random.getrandbits(64):016x}"
-            self.rebuild_until = now + ttl
+        opened = self._open(now, ttl)
         match op:
             case AcquireLease(member=member):
                 if not self._take_seat(member.peer):
@@ -277,7 +299,8 @@ class LedgerModel:
     def _end(self, op: EndRequest, record: Record, now: int) -> Reply:
         if (record.epoch, record.outcome, record.ended_by) == (op.epoch, op.outcome, op.by):
             return record.done()
-        legal = op.by in record.owners and record.state in sources_of(op)
+        known = {record.router, record.spec.gateway} & self.leases.keys()
+        legal = (op.by in record.owners or not known) and record.state in sources_of(op)
         if record.epoch != op.epoch or not legal:
             return record.conflict()
         record.state, record.outcome, record.ended_by = target_of(op), op.outcome, op.by

@@ -103,6 +103,8 @@ class SubmitRequest(Message, frozen=True):
     decode: Peer | None = None
     """Who works on it in that epoch."""
     prefill: Peer | None = None
+    base: Count = 0
+    """Output ids that the attempt of that epoch began with."""
     decode_lost: bool = False
     """The gateway has no link to ``decode``."""
     age_ms: Milliseconds = 0
@@ -179,6 +181,9 @@ class RequestEnded(Message, frozen=True):
     request_id: RequestId
     epoch: Epoch
     outcome: Outcome
+    early: bool = False
+    """The gateway had heard of no attempt: the ledger may have got the request's record after its
+    end, and then it is the router's to end that too."""
 
 
 # --- router <-> workers -------------------------------------------------------------------------
@@ -197,6 +202,8 @@ class ReserveDecode(Message, frozen=True):
     known. The receiver's own ``worker_id`` says: your KV is there."""
     turn: Turn = 1
     """Of the sending router; the worker obeys no lower one from then on."""
+    alone: bool = False
+    """It is suspected of ending workers: its steps are its own."""
 
     def __post_init__(self) -> None:
         _check_ids(self.output)
@@ -219,6 +226,7 @@ class AssignPrefill(Message, frozen=True):
     decode: Peer
     output: bytes = b""
     turn: Turn = 1
+    alone: bool = False
 
     def __post_init__(self) -> None:
         _check_ids(self.output)
@@ -264,6 +272,21 @@ class CancelWork(Message, frozen=True):
     epoch: Epoch
     reason: Reason
     turn: Turn = 1
+
+
+class AttemptId(msgspec.Struct, frozen=True, array_like=True):
+    """One attempt at one request."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
+class LastStep(Message, frozen=True):
+    """worker -> router, when their link opens: ``peer``, who had this worker's name before, is
+    over, and these attempts had rows in the step that it left. Nobody else is to blame."""
+
+    peer: Peer
+    attempts: tuple[AttemptId, ...]
 
 
 class WorkAdopted(Message, frozen=True):
@@ -471,6 +494,7 @@ AnyMessage = (
     | WorkFailed
     | MoveOffered
     | CancelWork
+    | LastStep
     | WorkAdopted
     | WorkerStatus
     | ArenaOffered

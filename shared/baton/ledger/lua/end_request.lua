@@ -1,5 +1,7 @@
 -- EndRequest: the one compare-and-set that makes a request terminal. Only owners end it: a router
--- that was superseded, or a worker of an attempt that is over, has no say.
+-- that was superseded, or a worker of an attempt that is over, has no say. Where neither gateway nor
+-- router holds a lease any more, whoever finds it may.
+-- KEYS[3] leases
 -- ARGV[5] target state, ARGV[6] who ends it, ARGV[7] outcome bytes, ARGV[8] terminal_ttl_ms
 
 local target, by, outcome, terminal_ttl = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
@@ -9,6 +11,10 @@ if record.epoch == epoch and record.outcome == outcome and record.ended_by == by
 end
 local owns = by == record.router or by == record.gateway or by == record.decode
   or by == record.prefill
+if not owns and record.state then
+  owns = not redis.call('ZSCORE', KEYS[3], record.router)
+    and not redis.call('ZSCORE', KEYS[3], record.gateway)
+end
 if record.epoch ~= epoch or not owns or not may_become_target() then
   return conflict()
 end

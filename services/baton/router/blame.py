@@ -1,0 +1,76 @@
+"""Who is to blame for attempts that end without a result, and when a request has failed too often.
+
+Decides what counts: an attempt of the request's own that failed, or a worker that ended while the
+request had rows in its step. Which requests had is in the record of the dead worker, and its
+successor says it; until then a blame is open, and nobody is given up for open ones. New tokens
+since the attempt before clear a request of everything older.
+"""
+
+from __future__ import annotations
+
+from baton.core.ids import Peer
+from baton.core.outcomes import Reason
+from baton.router.entry import Blame, Entry, Phase
+from baton.router.state import State
+from baton.router.verdicts import Verdicts
+from baton.wire.messages import ID_BYTES, AttemptId, LastStep
+
+#: From the second failure of its own on each next attempt waits, twice as long each time.
+FAILED_PAUSE_S = 0.25
+
+
+class Blames:
+    """All blames of one router's requests."""
+
+    def __init__(self, state: State, verdicts: Verdicts) -> None:
+        self.state = state
+        self.verdicts = verdicts
+
+    def put(self, entry: Entry, text: str, now: float, lost: Peer | None = None) -> None:
+        """The attempt of ``entry`` has ended; with ``lost``, because that worker ended."""
+        due = now + self.state.limits.recovery_ms / 1000 if lost is not None else 0.0
+        entry.blames.append(Blame(entry.epoch, text, lost, due))
+
+    def fenced(self, entry: Entry, output: bytes, now: float) -> bool:
+        """Its gateway says what was delivered. Return whether the request may be tried again."""
+        held = len(output) // ID_BYTES
+        if held > entry.base:
+            entry.blames = [blame for blame in entry.blames if blame.epoch == entry.epoch]
+        entry.output, entry.base = output, held
+        own = sum(blame.lost is None for blame in entry.blames)
+        if own > 1:
+            pause = FAILED_PAUSE_S * 2.0 ** (own - 2) * self.state.jitter(entry)
+            entry.not_before = max(entry.not_before, now + pause)
+        return self.judge(entry, now)
+
+    def judge(self, entry: Entry, now: float) -> bool:
+        """Give ``entry`` up if it has failed too often; return ``False`` then. While it is open
+        whether it has, it waits."""
+        count = len(entry.blames)
+        was, entry.on_trial = entry.on_trial, count >= self.state.limits.attempts_max
+        if not entry.on_trial:
+            if was:
+                entry.not_before = now
+            return True
+        due = max(blame.due if blame.lost is not None else 0.0 for blame in entry.blames)
+        if due > now:
+            entry.not_before = max(entry.not_before, due)
+            return True
+        text = f"{count} attempts in a row failed, the last one: {entry.blames[-1].text}"
+        self.verdicts.cancel_work(entry, Reason.ATTEMPTS_EXHAUSTED)
+        self.verdicts.give_up(entry, now, Reason.ATTEMPTS_EXHAUSTED, text)
+        return False
+
+    def heard(self, message: LastStep, now: float) -> None:
+        """A successor says who had rows in the step that its former self left."""
+        for entry in list(self.state.entries.values()):
+            blames = [each for each in entry.blames if each.lost == message.peer]
+            if not blames or entry.phase is Phase.CLOSING:
+                continue
+            for blame in blames:
+                blame.lost = None
+                if AttemptId(entry.spec.request_id, blame.epoch) not in message.attempts:
+                    entry.blames.remove(blame)
+                    self.state.note("blame_taken_back", entry, worker=str(message.peer))
+            if entry.phase is not Phase.FENCING:
+                self.judge(entry, now)

@@ -1,0 +1,80 @@
+"""A router that looks for requests of processes that are gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.core.events import LeaseChanged, TimePassed
+from baton.core.lifecycles import LeaseState
+from baton.core.outcomes import Ending, Outcome, Reason
+from baton.ports.driving import CallLedger, LedgerAnswered
+from baton.ports.ledger import Conflict, Done, EndRequest, FindOrphans, Orphans, Unavailable
+from support.machine_playbook import Like
+from support.router_playbook import ME, R, Router, call, spec
+
+LOST = Outcome(Ending.CANCELLED, reason=Reason.GATEWAY_LOST)
+
+
+def sweeps(play: Router, seconds: float, answer: Any) -> list[object]:
+    """Let time pass; answer every look with ``answer``. Return what the router does about it."""
+    done: list[object] = []
+    until = play.now + seconds
+    while (due := play.machine.deadline()) is not None and due <= until:
+        play.now = max(play.now, due)
+        for command in play.do(TimePassed()):
+            if isinstance(command, CallLedger) and isinstance(command.op, FindOrphans):
+                done += play.do(LedgerAnswered(command.op, answer))
+    play.now = until
+    return [each for each in done if isinstance(each, CallLedger)]
+
+
+def test_what_stays_nobodys_is_ended_within_recovery_ms() -> None:
+    """(104) Found once it may only look so; found again and again, its owners do not come back.
+    The first answer says at which epoch it stands."""
+    play = Router()
+    assert sweeps(play, 6.0, Orphans(("x",))) == []
+    ends = sweeps(play, 2.0, Orphans(("x",)))
+    first = call(EndRequest, request_id="x", epoch=0, outcome=LOST)
+    assert len(ends) == 1 and first.matches(ends[0])
+    play.feed(
+        LedgerAnswered(EndRequest("x", 0, LOST, ME), Conflict(3, R.DECODING)),
+        call(EndRequest, request_id="x", epoch=3, outcome=LOST, by=ME),
+    )
+    play.feed(LedgerAnswered(EndRequest("x", 3, LOST, ME), Done(3, R.CANCELLED)))
+    play.feed(LedgerAnswered(EndRequest("x", 3, LOST, ME), Conflict(4, R.PLACED)))
+
+
+def test_somebody_who_comes_back_keeps_his_requests() -> None:
+    """A gateway that was frozen has its lease again before the time is up."""
+    play = Router()
+    sweeps(play, 4.5, Orphans(("x",)))
+    sweeps(play, 2.0, Orphans(()))
+    assert sweeps(play, 4.5, Orphans(("x",))) == []
+
+
+def test_one_that_is_found_here_and_lives_elsewhere_is_left_alone() -> None:
+    """The ledger refuses: its gateway or its router holds a lease."""
+    play = Router()
+    sweeps(play, 8.0, Orphans(("x",)))
+    refused = Conflict(3, R.DECODING)
+    play.do(LedgerAnswered(EndRequest("x", 0, LOST, ME), refused))
+    play.feed(LedgerAnswered(EndRequest("x", 3, LOST, ME), refused))
+
+
+def test_a_routers_own_requests_are_not_its_orphans() -> None:
+    """It knows better: a lost worker of theirs is a retry, a lost gateway an end of its own."""
+    play = Router()
+    play.place(spec())
+    assert sweeps(play, 20.0, Orphans(("r",))) == []
+
+
+def test_without_a_ledger_nobody_is_lost() -> None:
+    """What was found before the ledger went away is found anew afterwards."""
+    play = Router()
+    sweeps(play, 6.0, Orphans(("x",)))
+    play.feed(LeaseChanged(LeaseState.SUSPECT))
+    assert sweeps(play, 10.0, Orphans(("x",))) == []
+    play.feed(LeaseChanged(LeaseState.HELD))
+    assert sweeps(play, 6.0, Orphans(("x",))) == []
+    assert sweeps(play, 4.0, Unavailable("down")) == []
+    assert Like(CallLedger).matches(sweeps(play, 4.0, Orphans(("x",)))[0])
