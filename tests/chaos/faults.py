@@ -63,11 +63,16 @@ class Fault:
         return f"{self.action} {self.target}"
 
 
-def plan(seed: int, only: frozenset[str] = frozenset()) -> Iterator[Fault]:
-    """Yield faults without end: every kind at every stage once, in random order, and again."""
+def plan(
+    seed: int, only: frozenset[str] = frozenset(), skip: frozenset[str] = frozenset()
+) -> Iterator[Fault]:
+    """Yield faults without end: every kind at every stage once, in random order, and again.
+
+    ``only`` and ``skip`` hold targets and actions."""
     chance = random.Random(f"faults {seed}")
     pairs = [(t, a) for t, actions in ACTIONS.items() for a in actions]
-    cells = [(t, a, s) for t, a in pairs for s in STAGES if not only or {t, a} & only]
+    cells = [(t, a, s) for t, a in pairs for s in STAGES]
+    cells = [(t, a, s) for t, a, s in cells if (not only or {t, a} & only) and not {t, a} & skip]
     number = 0
     while True:
         chance.shuffle(cells)

@@ -39,6 +39,10 @@ WORKERS = tuple(
     for role in (Role.ROUTER, Role.DECODE, Role.PREFILL, Role.GATEWAY)
     for number in (0, 1)
 )
+#: Four processes load a model on few cores.
+START_S = 180.0
+#: Where prepared models lie is this machine's business, not the run's.
+_KEPT = ("BATON_MODEL_CACHE_DIR", "BATON_MODEL_PATH")
 #: A drain that lasts longer than any answer: nobody fails because a process was asked to end.
 DRAIN_MS = 15_000
 
@@ -209,11 +213,12 @@ async def place(model_settings: dict[str, str]) -> AsyncIterator[Place]:
             "BATON_CLUSTER_DECODE": "2",
             "BATON_CLUSTER_GATEWAYS": "2",
             "BATON_LIMITS_DRAIN_MS": str(DRAIN_MS),
+            **{name: os.environ[name] for name in _KEPT if name in os.environ},
             **model_settings,
             "BATON_FAKE_STOPS_DIR": str(there.stops),
         }
         try:
-            await asyncio.to_thread(cluster.up)
+            await asyncio.to_thread(cluster.up, START_S)
             there.limits = there._found()[1].limits
             yield there
         finally:

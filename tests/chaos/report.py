@@ -55,6 +55,9 @@ def result(
         "faults_at_the_wanted_stage": sum(done.reached for done in faults),
         "requests": len(answers),
         "classes": {str(each): classes[str(each)] for each in Class},
+        "refused_because": dict(
+            Counter(j.judgement.why for j in answers if j.judgement.what is Class.REFUSED)
+        ),
         "kinds": kinds,
         "stages": dict(Counter(done.fault.stage for done in faults)),
         "leaked": leaks,
@@ -153,11 +156,15 @@ def _page(run: Mapping[str, Any]) -> str:
         f"{accepted} requests accepted, {classes['right']} right, {classes['left']} left by their "
         f"client, {classes['failed']} failed with a clear error, {classes['broken']} broken with "
         f"their gateway or line; {classes['wrong']} wrong, {classes['gap']} with a gap or a "
-        f"duplicate, {classes['silent']} silent; {classes['refused']} refused; "
+        f"duplicate, {classes['silent']} silent; {classes['refused']} refused ({_reasons(run)}); "
         f"{len(run['leaked'])} leaks in {run['audits']} audits; seed {run['seed']}."
     )
     stages = ", ".join(STAGES)
     return f"{summary}\n\nStages: {stages}.\n\n{table(header, rows)}"
+
+
+def _reasons(run: Mapping[str, Any]) -> str:
+    return ", ".join(f"{why} {count}" for why, count in run["refused_because"].items()) or "-"
 
 
 def _words(stall: Mapping[str, Any]) -> str:

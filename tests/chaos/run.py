@@ -89,7 +89,8 @@ class Run:
         await references(self.place, self.items, self.deadline_s)
         self.began = time.monotonic()
         self.load.start(CLIENTS)
-        planned = faults.plan(self.options.seed, frozenset(self.options.only))
+        only, skip = frozenset(self.options.only), frozenset(self.options.skip)
+        planned = faults.plan(self.options.seed, only, skip)
         if self.options.mode == "one":
             await self._one_at_a_time(planned)
         else:
@@ -325,7 +326,7 @@ def is_bad(run: dict[str, Any]) -> bool:
 
 async def _run(options: argparse.Namespace) -> dict[str, Any]:
     settings = REAL_SETTINGS if options.real else FAKE_SETTINGS
-    evidence = options.out / "chaos-evidence"
+    evidence = options.evidence
     shutil.rmtree(evidence, ignore_errors=True)
     async with place(settings) as there:
         run = Run(there, options, evidence)
@@ -342,8 +343,22 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def _keep_result(out: Path, found: dict[str, Any]) -> None:
+    """The newest run of each engine and mode counts."""
+    path = out / "chaos.json"
+    runs = orjson.loads(path.read_bytes())["runs"] if path.exists() else {}
+    runs[f"{found['engine']} {found['mode']}"] = found
+    record = {"benchmark": "chaos", "runs": dict(sorted(runs.items()))}
+    path.write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    parts = ["# chaos"]
+    for name, run in record["runs"].items():
+        lines = "\n".join(f"- {key}: {value}" for key, value in run["conditions"].items())
+        parts.append(f"## {name}\n\n{report.page([run])}\n\nConditions:\n\n{lines}")
+    (out / "chaos.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
 def main() -> int:
-    """Run, print, write ``chaos.md`` and ``chaos.json``."""
+    """Run, print, and put the result beside those of other runs in ``chaos.md`` and ``.json``."""
     parser = argparse.ArgumentParser(prog="chaos.run", description=__doc__)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=45.0)
@@ -351,19 +366,16 @@ def main() -> int:
     parser.add_argument("--mode", choices=("one", "many"), default="one")
     parser.add_argument("--real", action="store_true", help="the real model, not the fake engine")
     parser.add_argument("--only", nargs="*", default=[], help="targets or actions: decode, kill")
-    parser.add_argument("--out", type=Path, default=Path("build/chaos"))
+    parser.add_argument("--skip", nargs="*", default=[], help="targets or actions to leave out")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="where results go")
+    parser.add_argument("--evidence", type=Path, default=Path("build/chaos-evidence"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     facts = conditions() | {"arguments": sys.argv[1:]}
     found = asyncio.run(_run(options))
     facts["load_average_at_end"] = os.getloadavg()
-    name = f"chaos-{found['engine']}-{found['mode']}"
-    record = {"benchmark": name, "conditions": facts, "result": found}
-    raw = orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    (options.out / f"{name}.json").write_bytes(raw)
+    _keep_result(options.out, found | {"conditions": facts})
     text = report.page([found])
-    lines = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-    (options.out / f"{name}.md").write_text(f"# {name}\n\n{text}\n\n## Conditions\n\n{lines}\n")
     say(f"\n{text}\n")
     for each in found["leaked"]:
         say(f"leaked: {each}")

@@ -47,7 +47,9 @@ class OpsCluster:
             **settings,
         }
 
-    def baton(self, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    def baton(
+        self, *arguments: str, timeout_s: float = 90, **settings: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run one command to its end."""
         return subprocess.run(
             [*BATON, *arguments],
@@ -56,13 +58,13 @@ class OpsCluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=timeout_s,
             check=False,
         )
 
-    def up(self, **settings: str) -> None:
+    def up(self, wait_s: float = 60, **settings: str) -> None:
         """Start it; fail with the command's words."""
-        done = self.baton("up", "--wait", "60", **settings)
+        done = self.baton("up", "--wait", str(wait_s), timeout_s=wait_s + 30, **settings)
         assert done.returncode == 0, done.stdout + done.stderr + self.logs()
 
     def down(self) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import orjson
 
-from baton.bench import control_plane, handover, interference, recovery
+from baton.bench import control_plane, handover, interference, recovery, verification
 from baton.bench.conditions import conditions, others_cpu_s
 
 Bench = tuple[Callable[[bool], dict[str, object]], Callable[[dict[str, object]], str]]
@@ -29,6 +29,10 @@ BENCHES: dict[str, Bench] = {
         control_plane.page,
     ),
     "recovery": (lambda quick: recovery.measure(repeats=1 if quick else 5), recovery.page),
+    "verification": (
+        lambda quick: verification.measure(repeats=2 if quick else 10),
+        verification.page,
+    ),
 }
 
 

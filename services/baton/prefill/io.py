@@ -74,3 +74,5 @@ class ChunkFinished:
     """Of the engine's part."""
     last_write_ns: int
     """CLOCK_BOOTTIME when the engine had stored the last K and V."""
+    sums_seconds: float = 0.0
+    """Of the checksums that followed."""

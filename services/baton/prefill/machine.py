@@ -332,6 +332,7 @@ class PrefillMachine:
         tokens = sum(len(row.row.token_ids) for row, _ in flying)
         self._emit(Measure("engine_step_seconds", event.seconds, {"kind": "prefill"}))
         self._emit(Measure("engine_step_tokens", tokens, {"kind": "prefill"}))
+        self._emit(Measure("checksum_seconds", event.sums_seconds))
         if event.seconds > 0 and not any(result.fenced for result in event.results):
             speed = tokens / event.seconds
             weight = SPEED_WEIGHT if self.tokens_per_s else 1.0

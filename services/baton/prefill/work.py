@@ -83,6 +83,7 @@ class ChunkWorker:
             results=tuple(results[number] for number in range(len(command.rows))),
             seconds=ended - began,
             last_write_ns=int(ended * 1e9),
+            sums_seconds=self.clock.now() - ended,
         )
 
     def _passes(self, row: ChunkRow) -> bool:

@@ -141,6 +141,7 @@ _ALL = (
     _histogram("handover_seconds", "From prefill's last write to decode's admission of it.", SHORT),
     _counter("handover_bytes_total", "KV bytes that prefill wrote into decode's arena."),
     _counter("handovers_total", "Hand-overs that decode admitted."),
+    _histogram("checksum_seconds", "Making the checksums of one prompt chunk.", SHORT),
     _histogram("verify_seconds", "Checking the checksums of one announcement.", SHORT),
     _counter("integrity_failures_total", "Blocks whose bytes did not match their checksum."),
     _counter("stale_messages_total", "Messages refused by epoch, owner or index.", kind=STALE),
