@@ -62,7 +62,7 @@ class Decode(Playbook):
     ) -> None:
         machine = DecodeMachine(
             ME,
-            Limits(**{"growth_tokens": 4, **limits}),
+            Limits(**{"growth_tokens": 4, "hit_rest_tokens": 0, **limits}),
             ARENA,
             blocks_total=blocks,
             block_size=SIZE,

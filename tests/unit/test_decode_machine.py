@@ -91,6 +91,26 @@ def test_a_request_goes_through_the_hand_over_and_generates() -> None:
     assert {one.value for one in measured if one.name == "engine_step_rows"} == {1}
 
 
+def test_a_prompt_that_is_nearly_all_cached_is_finished_here() -> None:
+    """A few tokens are less than a hand-over; prefill hears that it has nothing to do for it."""
+    play = Decode(blocks=24, hit_rest_tokens=6)
+    play.local(spec("a", tokens=16, max_tokens=1))
+    play.stepped((40,), ADVANCED, Like(Send))
+    reserved = sent(R, DecodeReserved, request_id="b", cached_tokens=16)
+    nothing = sent(P, Ticket, request_id="b", blocks=(), prefix=(), cached_tokens=0)
+    play.reserve(spec("b", tokens=22, max_tokens=1), P, nothing, reserved, STEP)
+    assert play.last(RunStep).rows[0].start == 16
+    assert not play.machine.handover.tickets
+    play.hear(P, PrefillFailed("b", 1, Reason.FENCED, "no assignment came"))
+    ticket = sent(P, Ticket, request_id="c", cached_tokens=16)
+    play.reserve(
+        spec("c", tokens=23, max_tokens=1), P, ticket, sent(R, DecodeReserved, request_id="c")
+    )
+    play.reserve(
+        spec("d", tokens=3, first=60, max_tokens=1), P, sent(P, Ticket), sent(R, DecodeReserved)
+    )
+
+
 def test_metadata_says_filling_before_the_ticket_leaves() -> None:
     """A writer that looks at once must find its blocks FILLING for it."""
     play = Decode()

@@ -181,6 +181,21 @@ def test_a_ticket_may_overtake_its_assignment() -> None:
     assert not play.machine.early
 
 
+@pytest.mark.parametrize("first", ["assignment", "ticket"])
+def test_a_ticket_without_blocks_says_that_there_is_nothing_to_do(first: str) -> None:
+    """Decode computes the little that it has not cached; whichever message comes first."""
+    play = Prefill()
+    nothing = Ticket("r", 1, arena(D), ())
+    if first == "assignment":
+        play.assign(spec())
+        play.hear(D, nothing)
+    else:
+        play.hear(D, nothing)
+        play.assign(spec())
+    assert not play.machine.jobs and not play.machine.early
+    assert play.wait(10.0) == []
+
+
 def test_blocks_are_found_by_their_logical_number() -> None:
     """(27) With two cached blocks only the rest is stored, into the blocks the pairs name."""
     play = Prefill()

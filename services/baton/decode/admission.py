@@ -52,7 +52,7 @@ class Admission:
     ) -> tuple[Reason, str] | None:
         """Reserve its blocks and start its way: a ticket to ``prefill``, an import from ``source``,
         or local chunks."""
-        state, pool = self.state, self.state.pool
+        state, pool, limits = self.state, self.state.pool, self.state.limits
         full = (seq.length - 1) // state.block_size
         seq.extend_chains(state.root, full * state.block_size)
         found = pool.match(seq.chains[:full])
@@ -64,7 +64,7 @@ class Admission:
             return self.too_much(seq)
         needed = seq.blocks_for(seq.length) - len(found)
         growth = min(
-            seq.blocks_for(state.limits.growth_tokens),
+            seq.blocks_for(limits.growth_tokens),
             seq.blocks_for(seq.spec.prompt_tokens + seq.spec.max_tokens) - needed - len(found),
         )
         crowded = any(other.blocks for other in state.sequences.values())
@@ -72,6 +72,9 @@ class Admission:
         if pool.available() < wanted or (crowded and self.scheduler.waiting()):
             pool.release(found)
             return Reason.NO_BLOCKS, f"{wanted} blocks wanted, {pool.available()} available"
+        if prefill is not None and found and seq.length - seq.computed <= limits.hit_rest_tokens:
+            self.handover.decline(seq, prefill)
+            prefill = None
         if prefill is None:
             fresh = pool.grow(needed)
             assert fresh is not None

@@ -183,6 +183,10 @@ class Handover:
             cached_tokens=seq.cached_tokens,
         )
 
+    def decline(self, seq: Sequence, writer: Peer) -> None:
+        """Nearly all of it is here: ``writer`` has nothing to do for it."""
+        self.state.send(writer, Ticket(*seq.key, self.state.arena, ()))
+
     def announced(self, peer: Peer, message: ChunkAnnounced) -> str | None:
         """A chunk is filled: verify it at once. Return what is wrong with the message, if so."""
         return self._verify(peer, message.request_id, message.epoch, message.sums)

@@ -253,11 +253,11 @@ class DecodeMachine:
             self.output.finish(seq, now)
         elif seq.stage is not Stage.IMPORTING:
             if seq.forced or message.source:
-                self.state.recovered(seq, self._way(message))
+                self.state.recovered(seq, self._way(seq, message))
             self._reserved(seq)
 
-    def _way(self, message: ReserveDecode) -> str:
-        if message.prefill is not None:
+    def _way(self, seq: Sequence, message: ReserveDecode) -> str:
+        if seq.stage is Stage.REMOTE:
             return "prefill"
         return "take_over" if message.source == self.state.me.worker_id else "local"
 

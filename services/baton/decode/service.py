@@ -66,7 +66,7 @@ def build(context: Context) -> Service:
         idle = await steps.stop(STOP_S) and await checks.stop(STOP_S)
         if idle:
             # A thread that hangs in native code may still store: then the mapping stays until the
-            # process ends, and the next start reclaims the file.
+            # process ends, and the next start takes the file over.
             engine.detach(arena.ref.file_id)
             arena.close(unlink=not machine.leaving)
 

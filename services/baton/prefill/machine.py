@@ -276,6 +276,10 @@ class PrefillMachine:
         self.early[ticket.request_id, ticket.epoch] = (ticket, peer, now)
 
     def _accept(self, job: Job, ticket: Ticket, peer: Peer) -> None:
+        if not ticket.blocks and not ticket.prefix:
+            self._note("not_needed", job)
+            self._forget(job)
+            return
         if not self.arenas.allows(ticket.arena):
             self._fail(job, Reason.FENCED, f"the arena of {peer} is not mapped here")
             return

@@ -101,6 +101,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens beyond the prompt for which blocks must be free when a request is taken in."""
     local_prefill_chunk_tokens: int = 128
     """Most prompt tokens a decode worker computes between two decode steps."""
+    hit_rest_tokens: int = 32
+    """A prompt of which decode has all but so few tokens cached is finished by decode itself: that
+    is less than a hand-over."""
     local_rest_tokens: int = 128
     """More than this of what a lost worker had is not computed again on decode: prefill does."""
     takeover_verify_mb: int = 8_192

@@ -358,7 +358,10 @@ class TicketBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ticket(Message, frozen=True):
-    """decode -> prefill: permission to fill ``blocks`` of ``arena`` for (request, epoch)."""
+    """decode -> prefill: permission to fill ``blocks`` of ``arena`` for (request, epoch).
+
+    Without any block there is nothing to do: decode has nearly all of it and computes the rest.
+    """
 
     request_id: RequestId
     epoch: Epoch
