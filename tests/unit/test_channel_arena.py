@@ -6,7 +6,7 @@ import gc
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from baton.channel import sizing
 from baton.channel.arena import SharedArena
-from baton.channel.files import reclaim_unlocked
-from baton.channel.layout import PAGE, RECORD_BYTES
+from baton.channel.files import read_header, reclaim_unlocked
+from baton.channel.layout import PAGE, RECORD_BYTES, SLOT
 from baton.channel.shm import ShmChannel
 from baton.core.ids import Peer
 from baton.core.lifecycles import BlockState
@@ -247,14 +248,62 @@ def test_the_error_in_work_is_not_hidden_by_closing(arena: SharedArena) -> None:
     view.release()
 
 
+def test_a_take_over_cut_short_leaves_the_header_before(directory: Path) -> None:
+    """(3) Killed while it stores the new header, a successor has changed nothing."""
+    create(directory).close(unlink=False)
+    path = directory / "baton-test-decode-0.arena"
+    fd = os.open(path, os.O_RDWR)
+    os.pwrite(fd, b"BATONKV\n\2\0\0\0half a header", SLOT)
+    os.close(fd)
+    arena = open_again(directory, incarnation=1003)
+    assert arena.former == OWNER
+    header = read_header(arena._fd)
+    assert (header.owner.incarnation, header.sequence, header.tries) == (1003, 1, 1)
+    arena.complete()
+    assert (read_header(arena._fd).tries, read_header(arena._fd).sequence) == (0, 2)
+    arena.close(unlink=True)
+
+
+def test_a_damaged_arena_is_made_anew_and_the_log_says_why(directory: Path) -> None:
+    """No header, no owner, no use: what it held is computed again."""
+    create(directory).close(unlink=False)
+    path = directory / "baton-test-decode-0.arena"
+    with open(path, "r+b") as file:
+        file.write(bytes(PAGE))
+    with capture_logs() as logs:
+        arena = open_again(directory, incarnation=1003)
+    assert arena.former is None
+    (why,) = [entry["reason"] for entry in logs if entry["event"] == "arena_not_taken_over"]
+    assert "magic" in why
+    arena.close(unlink=True)
+
+
+def test_no_room_beside_what_was_not_taken_over_is_no_permanent_error(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writers map the old file for a while: the start is tried again."""
+    create(directory).close(unlink=False)
+    monkeypatch.setattr(sizing, "room_in", lambda _: sizing.Room(space=0, memory=0))
+    with pytest.raises(ArenaInUse, match="9 are asked for"):
+        open_again(directory, incarnation=1003, blocks=9)
+
+
+def open_again(directory: Path, *, incarnation: int, blocks: int = 0) -> SharedArena:
+    owner = Peer(OWNER.worker_id, incarnation)
+    return SharedArena.open(directory, "test", owner, LAYOUT, COMPAT, blocks=blocks)
+
+
 def test_an_arena_in_use_names_owner_and_pid(arena: SharedArena, directory: Path) -> None:
     """The operator learns which process to look at."""
     with pytest.raises(ArenaInUse, match=f"decode-0/1001, pid {os.getpid()}"):
         create(directory, incarnation=1002)
 
 
-def test_of_starts_that_race_for_a_dead_owners_file_exactly_one_wins(directory: Path) -> None:
-    """However they interleave, nobody removes the file of one that has just won."""
+@pytest.mark.parametrize("start_one", [SharedArena.create, SharedArena.open])
+def test_of_starts_that_race_for_a_dead_owners_file_exactly_one_wins(
+    directory: Path, start_one: Callable[..., SharedArena]
+) -> None:
+    """However they interleave, nobody removes or takes the file of one that has just won."""
     starters = 4
     for turn in range(60):
         create(directory, incarnation=10_000 + turn, blocks=1).close(unlink=False)
@@ -265,7 +314,8 @@ def test_of_starts_that_race_for_a_dead_owners_file_exactly_one_wins(directory: 
         ) -> SharedArena | None:
             together.wait()
             try:
-                return create(directory, incarnation=20_000 + turn * starters + number, blocks=1)
+                owner = Peer(OWNER.worker_id, 20_000 + turn * starters + number)
+                return start_one(directory, "test", owner, LAYOUT, COMPAT, blocks=1)
             except ArenaInUse:
                 return None
 

@@ -176,6 +176,28 @@ def test_a_killed_owners_arena_is_refused_to_writers_and_taken_by_the_next_start
         arena.close(unlink=True)
 
 
+def test_a_killed_owners_arena_is_taken_over_with_what_it_stored(directory: Path) -> None:
+    """After kill -9 its bytes, its last records and the living writer's lock are all there."""
+    with Process("toggle", dir=str(directory), me=7400) as owner:
+        path, device, inode, file_id = json.loads(owner.line())
+        ref = ArenaRef(path, device, inode, file_id, Peer("decode-0", 7400))
+        mapped = ShmChannel(LAYOUT, COMPAT).map(ref, WRITER)
+        mapped.memory[0] = 77
+        os.kill(owner.pid, signal.SIGKILL)
+        pidfd = os.pidfd_open(owner.pid)
+        select.select([pidfd], [], [], 10)
+        os.close(pidfd)
+        arena = SharedArena.open(directory, "test", Peer("decode-0", 7401), LAYOUT, COMPAT)
+        assert (arena.former, arena.ref.inode) == (Peer("decode-0", 7400), inode)
+        assert arena.memory[0] == 77
+        mark = arena.marked(0)
+        assert (mark.state, mark.generation) in {(each.state, each.generation) for each in TOGGLED}
+        assert arena.writer_alive(WRITER.incarnation)
+        mapped.close()
+        assert not arena.writer_alive(WRITER.incarnation)
+        arena.close(unlink=True)
+
+
 def test_a_records_word_is_never_seen_torn(directory: Path) -> None:
     """Another process changes all its bytes at full speed; only the two whole values are seen."""
     with Process("toggle", dir=str(directory), me=7300) as owner:
