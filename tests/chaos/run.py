@@ -371,7 +371,9 @@ def main() -> int:
     parser.add_argument("--evidence", type=Path, default=Path("build/chaos-evidence"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    facts = conditions() | {"arguments": sys.argv[1:]}
+    places = ("out", "evidence")
+    asked = {key: value for key, value in vars(options).items() if key not in places}
+    facts = conditions() | {"asked_for": asked}
     found = asyncio.run(_run(options))
     facts["load_average_at_end"] = os.getloadavg()
     _keep_result(options.out, found | {"conditions": facts})
