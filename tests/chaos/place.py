@@ -118,10 +118,8 @@ class Place:
 
     def start(self, worker_id: str) -> None:
         """Start a worker that ended because it was asked to; nothing if it runs."""
-        group = Role.GATEWAY.value if worker_id.startswith(Role.GATEWAY.value) else worker_id
-        supervisor = Supervisor(self.cluster.run_dir)
         with contextlib.suppress(xmlrpc.client.Fault):
-            supervisor._call("startProcess", f"{group}:{worker_id}", False)
+            Supervisor(self.cluster.run_dir).start(worker_id)
 
     def state(self, worker_id: str) -> str:
         """Return supervisor's word for a worker."""
