@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import tempfile
-import xmlrpc.client
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -118,7 +117,7 @@ class Place:
 
     def start(self, worker_id: str) -> None:
         """Start a worker that ended because it was asked to; nothing if it runs."""
-        with contextlib.suppress(xmlrpc.client.Fault):
+        with contextlib.suppress(ConnectionError):
             Supervisor(self.cluster.run_dir).start(worker_id)
 
     def state(self, worker_id: str) -> str:
