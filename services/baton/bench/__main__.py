@@ -28,7 +28,7 @@ BENCHES: dict[str, Bench] = {
         lambda quick: control_plane.measure(requests=20 if quick else 200),
         control_plane.page,
     ),
-    "recovery": (lambda quick: recovery.measure(repeats=1 if quick else 5), recovery.page),
+    "recovery": (lambda quick: recovery.measure(repeats=1 if quick else 3), recovery.page),
     "verification": (
         lambda quick: verification.measure(repeats=2 if quick else 10),
         verification.page,
