@@ -11,7 +11,14 @@ from pathlib import Path
 
 import orjson
 
-from baton.bench import control_plane, handover, interference, recovery, verification
+from baton.bench import (
+    control_plane,
+    handover,
+    interference,
+    recovery,
+    rolling,
+    verification,
+)
 from baton.bench.conditions import conditions, others_cpu_s
 
 Bench = tuple[Callable[[bool], dict[str, object]], Callable[[dict[str, object]], str]]
@@ -32,6 +39,10 @@ BENCHES: dict[str, Bench] = {
     "verification": (
         lambda quick: verification.measure(repeats=2 if quick else 10),
         verification.page,
+    ),
+    "rolling": (
+        lambda quick: rolling.measure(capacity_s=10 if quick else 30, calm_s=15 if quick else 60),
+        rolling.page,
     ),
 }
 

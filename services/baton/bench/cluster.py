@@ -38,16 +38,15 @@ class BenchCluster:
 
     def processes(self) -> dict[str, int]:
         """Return the pid of each process that is up and ready, by its name."""
-        done = subprocess.run(
-            [*COMMAND, "status", "--json"],
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        rows = json.loads(done.stdout)["processes"]
+        rows = json.loads(self.baton("status", "--json").stdout)["processes"]
         ready = [row for row in rows if row.get("report") and row["report"].get("ready")]
         return {row["process"]: row["pid"] for row in ready}
+
+    def baton(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of `baton` on this cluster."""
+        return subprocess.run(
+            [*COMMAND, *arguments], env=self.environ, capture_output=True, text=True, check=False
+        )
 
     def metrics(self) -> dict[tuple[str, str], float]:
         """Return (sample name, worker) -> value, summed over all other labels."""

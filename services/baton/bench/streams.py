@@ -33,6 +33,9 @@ class Stream:
     sent_at: float = 0.0
     arrivals: list[float] = field(default_factory=list)
     error: str = ""
+    text: str = ""
+    tokens: int = 0
+    """As the server counted them."""
 
     @property
     def ttft_s(self) -> float:
@@ -54,6 +57,7 @@ def complete(
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
     connection = HTTPConnection("127.0.0.1", cluster.port, timeout=600)
     stream.sent_at = time.monotonic()
@@ -73,8 +77,12 @@ def complete(
             if "error" in event:
                 stream.error = str(event["error"])[:200]
                 break
-            if event["choices"] and event["choices"][0].get("finish_reason") is None:
-                stream.arrivals.append(time.monotonic())
+            if usage := event.get("usage"):
+                stream.tokens = int(usage["completion_tokens"])
+            for choice in event["choices"]:
+                stream.text += choice["text"]
+                if choice.get("finish_reason") is None:
+                    stream.arrivals.append(time.monotonic())
     connection.close()
     return stream
 

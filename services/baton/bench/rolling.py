@@ -1,0 +1,201 @@
+"""What clients notice while every process is replaced, one after the other, under load.
+
+First eight clients in a closed loop tell what the cluster can do. Then requests come at random
+times (Poisson), at 70 % of that: an undisturbed while, then `baton restart --rolling`, with requests
+coming on. What counts: errors, the gaps between tokens, the time to the first one, and whether the
+answers that lived through a restart are the ones that an undisturbed cluster gives.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Sequence
+
+from baton.bench.cluster import BenchCluster, BenchError, bench_cluster
+from baton.bench.figures import spread_ms, table
+from baton.bench.streams import Background, Stream, complete, gaps_between, random_prompt
+
+LOAD = 0.7
+CLIENTS = 8
+PROMPT_TOKENS, ANSWER_TOKENS = 200, 100
+#: So many answers that lived through a restart are asked for again.
+ASKED_AGAIN = 12
+_STEP = re.compile(r"\[\d+/\d+\] (\S+): (\w+), ([0-9.]+) s")
+
+
+class Arrivals:
+    """Requests that come at random times, at a mean rate, whatever became of those before."""
+
+    def __init__(self, cluster: BenchCluster, rate: float, seed: int) -> None:
+        self._cluster = cluster
+        self._rate = rate
+        self._chance = random.Random(seed)
+        self._seed = seed
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._answering: list[threading.Thread] = []
+        self.streams: list[tuple[list[int], Stream]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        number = 0
+        while not self._stopped.wait(self._chance.expovariate(self._rate)):
+            number += 1
+            prompt = random_prompt(PROMPT_TOKENS, self._seed + number)
+            thread = threading.Thread(target=self._ask, args=(prompt,), daemon=True)
+            self._answering.append(thread)
+            thread.start()
+
+    def _ask(self, prompt: list[int]) -> None:
+        began = time.monotonic()
+        try:
+            stream = complete(self._cluster, prompt, ANSWER_TOKENS)
+        except OSError as error:
+            stream = Stream(sent_at=began, error=repr(error))
+        with self._lock:
+            self.streams.append((prompt, stream))
+
+    def stop(self) -> list[tuple[list[int], Stream]]:
+        """Let each request that came be answered; return all."""
+        self._stopped.set()
+        self._thread.join()
+        for thread in self._answering:
+            thread.join()
+        return self.streams
+
+
+def measure(*, capacity_s: float, calm_s: float) -> dict[str, object]:
+    """Return what clients saw before and during a rolling restart of 1 prefill and 1 decode."""
+    with bench_cluster() as cluster:
+        complete(cluster, random_prompt(64, 1), 4)
+        capacity = _capacity(cluster, capacity_s)
+        arrivals = Arrivals(cluster, LOAD * capacity, seed=4_000_000)
+        time.sleep(10.0)  # as many run as will at this rate
+        calm_from = time.monotonic()
+        time.sleep(calm_s)
+        calm_until = time.monotonic()
+        done = cluster.baton("restart", "--rolling")
+        if done.returncode != 0:
+            raise BenchError(f"the restart failed:\n{done.stdout}{done.stderr}")
+        disturbed_until = time.monotonic()
+        answers = arrivals.stop()
+        streams = [stream for _, stream in answers]
+        survived = [
+            (prompt, stream)
+            for prompt, stream in answers
+            if stream.arrivals
+            and stream.sent_at < disturbed_until
+            and stream.arrivals[-1] > calm_until
+        ][:ASKED_AGAIN]
+        others = [
+            index
+            for index, (prompt, stream) in enumerate(survived)
+            if complete(cluster, prompt, ANSWER_TOKENS).text != stream.text
+        ]
+    during = [s for s in streams if calm_until <= s.sent_at <= disturbed_until]
+    before = [s for s in streams if calm_from <= s.sent_at < calm_until]
+    return {
+        "capacity_requests_per_s": round(capacity, 3),
+        "rate_requests_per_s": round(LOAD * capacity, 3),
+        "restart_s": round(disturbed_until - calm_until, 1),
+        "steps": _STEP.findall(done.stdout),
+        "undisturbed": _seen(before, streams, calm_from, calm_until),
+        "restarting": _seen(during, streams, calm_until, disturbed_until),
+        "requests": len(streams),
+        "errors": [stream.error for stream in streams if stream.error],
+        "incomplete": sum(not s.error and s.tokens != ANSWER_TOKENS for s in streams),
+        "asked_again": len(survived),
+        "answered_otherwise": len(others),
+    }
+
+
+def _capacity(cluster: BenchCluster, seconds: float) -> float:
+    """Return how many requests a second eight clients get answered."""
+    clients = Background(
+        cluster,
+        CLIENTS,
+        prompt_tokens=PROMPT_TOKENS,
+        max_tokens=ANSWER_TOKENS,
+        seed=2_000_000,
+    )
+    time.sleep(5.0)
+    began = time.monotonic()
+    time.sleep(seconds)
+    ended = time.monotonic()
+    streams = clients.stop()
+    tokens = sum(began <= at <= ended for stream in streams for at in stream.arrivals)
+    return tokens / ANSWER_TOKENS / (ended - began)
+
+
+def _seen(
+    asked: Sequence[Stream], streams: Sequence[Stream], begin: float, end: float
+) -> dict[str, object]:
+    gaps = [
+        gap
+        for stream in streams
+        for gap, after in zip(_gaps(stream), stream.arrivals[1:], strict=True)
+        if begin <= after <= end
+    ]
+    return {
+        "requests": len(asked),
+        "gap_ms": spread_ms(gaps),
+        "ttft_ms": spread_ms([stream.ttft_s for stream in asked if stream.arrivals]),
+        "tokens_per_s": round(len(gaps_between(streams, begin, end)) / (end - begin), 1),
+        "pauses_over_half_a_second": sum(gap > 0.5 for gap in gaps),
+    }
+
+
+def _gaps(stream: Stream) -> list[float]:
+    return [b - a for a, b in zip(stream.arrivals, stream.arrivals[1:], strict=False)]
+
+
+def page(result: dict[str, object]) -> str:
+    """Return the tables."""
+    rows = []
+    for name in ("undisturbed", "restarting"):
+        seen = result[name]
+        assert isinstance(seen, dict)
+        gap, ttft = seen["gap_ms"], seen["ttft_ms"]
+        rows.append(
+            (
+                name,
+                seen["requests"],
+                f"{gap['p50']} / {gap['p99']} / {gap['max']}",
+                f"{ttft['p50']} / {ttft['p99']} / {ttft['max']}",
+                seen["tokens_per_s"],
+                seen["pauses_over_half_a_second"],
+            )
+        )
+    header = (
+        "",
+        "requests that came",
+        "gap p50/p99/max ms",
+        "time to first token p50/p99/max ms",
+        "tokens/s",
+        "gaps > 0.5 s",
+    )
+    steps = result["steps"]
+    errors = result["errors"]
+    assert isinstance(steps, list) and isinstance(errors, list)
+    calm, hit = result["undisturbed"], result["restarting"]
+    assert isinstance(calm, dict) and isinstance(hit, dict)
+    ratio = hit["gap_ms"]["p99"] / calm["gap_ms"]["p99"]
+    lines = [
+        table(header, rows),
+        "",
+        f"Gap p99 {ratio:.2f} times the undisturbed one. {len(errors)} errors and "
+        f"{result['incomplete']} incomplete answers in {result['requests']} requests; "
+        f"{result['answered_otherwise']} of {result['asked_again']} answers that lived through a "
+        "restart differ from the one given afterwards.",
+        "",
+        f"{CLIENTS} clients in a closed loop got {result['capacity_requests_per_s']} requests/s "
+        f"({PROMPT_TOKENS} prompt and {ANSWER_TOKENS} answer tokens each); requests then came at "
+        f"{result['rate_requests_per_s']} a second, {LOAD:.0%} of it.",
+        "",
+        table(("process", "done", "s"), steps),
+    ]
+    return "\n".join(lines)
