@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Reason
+from baton.ports.driving import EXIT_RESTART
 from baton.runtime.settings import GatewayConfig
 from support.gateway_cluster import DECODE, GatewayCluster, Script, prompt_ids
 
@@ -579,6 +582,38 @@ def test_drain_answers_what_runs(tmp_path: Any) -> None:
         assert joined(parse(answer.text)) == "Hello from Baton!"
         cluster.wait(lambda: cluster.exits)
         assert cluster.exits == [(0, "drained")]
+
+
+def test_a_restart_closes_each_connection_after_its_answer(tmp_path: Any) -> None:
+    """Idle connections close at once, one that is being answered after the answer, one that has
+    just come after its request; the listening socket takes nothing more, and nothing fails."""
+    with GatewayCluster(tmp_path, script=Script(stall_after=3)) as cluster:
+        port = cluster.port
+        body = json.dumps({**CHAT, "stream": True})
+        idle, running, fresh = (http.client.HTTPConnection("127.0.0.1", port) for _ in range(3))
+        idle.request("GET", "/live")
+        idle.getresponse().read()
+        running.request("POST", "/v1/chat/completions", body)
+        work = cluster.wait(lambda: next(iter(cluster.works.values()), None))
+        cluster.wait(lambda: work.sent == 3)
+        fresh.connect()
+        cluster.wait_until(lambda: len(cluster.serving.connections) == 3)
+        cluster.restart()
+        assert idle.sock.recv(1) == b""
+        fresh.request("POST", "/v1/chat/completions", json.dumps(CHAT))
+        cluster.wait(lambda: len(cluster.works) == 2)
+        assert cluster.exits == []
+        cluster.script.stall_after = None
+        for stalled in list(cluster.works.values()):
+            cluster.call(lambda stalled=stalled: cluster.step(stalled))
+        text = running.getresponse().read().decode()
+        assert joined(parse(text)) == "Hello from Baton!"
+        answer = json.loads(fresh.getresponse().read())
+        assert answer["choices"][0]["message"]["content"] == "Hello from Baton!"
+        cluster.wait_until(lambda: bool(cluster.exits))
+        assert cluster.exits == [(EXIT_RESTART, "drained")]
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
 
 
 def test_keys_cors_prefix(tmp_path: Any) -> None:

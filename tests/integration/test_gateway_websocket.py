@@ -16,6 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
+from baton.ports.driving import EXIT_RESTART
 from baton.runtime.settings import GatewayConfig
 from support.gateway_cluster import GatewayCluster, Script, prompt_ids
 
@@ -367,3 +368,28 @@ def test_a_response_object_may_be_nested(cluster: GatewayCluster) -> None:
         assert text_of(got) == "hi. " * 20
 
     run(cluster, talk)
+
+
+def test_a_restart_closes_a_socket_when_nothing_runs_on_it(cluster: GatewayCluster) -> None:
+    """With 1012, after the answers that run; one on which nothing runs at once."""
+
+    async def talk(ws: ClientConnection) -> None:
+        url = f"ws://127.0.0.1:{cluster.port}/v1/responses"
+        async with connect(url) as idle:
+            await ws.send(create("one"))
+            async for event in events(ws):
+                if event["type"] == "response.output_text.delta":
+                    break
+            await asyncio.to_thread(cluster.restart)
+            with pytest.raises(ConnectionClosed) as closed:
+                await idle.recv()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
+        seen = [event["type"] async for event in events(ws)]
+        assert seen[-1] == "response.completed"
+        assert ws.close_code == 1012
+
+    with pytest.raises(ConnectionClosed) as closed:
+        run(cluster, talk)
+    assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
+    cluster.wait_until(lambda: bool(cluster.exits))
+    assert cluster.exits == [(EXIT_RESTART, "drained")]

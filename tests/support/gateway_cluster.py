@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import httpx
 import uvloop
 
-from baton.core.events import DrainRequested, LeaseChanged
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested
 from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
@@ -33,7 +33,7 @@ from baton.gateway.machine import GatewayMachine
 from baton.gateway.server import GatewayServer
 from baton.gateway.serving import Serving
 from baton.gateway.tokens import load_model_text
-from baton.gateway.vocabulary import Deliver, End, ReportsReady
+from baton.gateway.vocabulary import ClientsLeft, Deliver, End, LeaveClients, ReportsReady
 from baton.ports.ledger import AnyOp, Done, Reply, Unavailable
 from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.runtime import logs
@@ -225,6 +225,7 @@ class GatewayCluster:
                 Deliver: self.exchange.execute,
                 End: self.exchange.execute,
                 ReportsReady: self.exchange.execute,
+                LeaveClients: lambda _: self.server.leave(lambda: feed(ClientsLeft())),
             },
             end=lambda code, reason: self.exits.append((code, reason)),
             crash=self._crashed,
@@ -319,6 +320,10 @@ class GatewayCluster:
     def drain(self) -> None:
         """What SIGTERM does."""
         self.feed(DrainRequested())
+
+    def restart(self) -> None:
+        """What SIGUSR2 does."""
+        self.feed(RestartRequested())
 
     @property
     def url(self) -> str:

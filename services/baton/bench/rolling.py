@@ -1,8 +1,8 @@
 """What clients notice while every process is replaced, one after the other, under load.
 
 First eight clients in a closed loop tell what the cluster can do. Then requests come at random
-times (Poisson), at 70 % of that: an undisturbed while, then `baton restart --rolling`, with requests
-coming on. What counts: errors, the gaps between tokens, the time to the first one, and whether the
+times (Poisson), at 70 % of that: an undisturbed while, then `baton restart --rolling`, with more
+coming. What counts: errors, the gaps between tokens, the time to the first one, and whether the
 answers that lived through a restart are the ones that an undisturbed cluster gives.
 """
 

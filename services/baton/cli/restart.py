@@ -70,10 +70,11 @@ def restart(config: Config, workers: Sequence[str], *, rolling: bool, wait_s: fl
     for worker in workers:
         found.row(worker)
     if others := strangers(found.rows):
+        more = f" (and {len(others) - 1} more)" if others[1:] else ""
         raise CommandError(
-            "not restarted: these processes cannot be asked, so a successor of this version might "
-            f"not fit them ({'; '.join(others)}). Processes of different versions refuse each "
-            "other: after an update use `baton down` and `baton up`"
+            f"nothing was restarted, because {others[0]}{more}. Processes of different versions "
+            "refuse each other, so a rolling restart would take the cluster apart: use `baton "
+            "down` and `baton up`"
         )
     every = workers or [row["process"] for row in found.rows if is_up(row)]
     steps = plan(found.rows, every, spare(found.settings))
