@@ -13,6 +13,7 @@ import orjson
 
 from baton.bench import (
     control_plane,
+    engine,
     handover,
     interference,
     recovery,
@@ -34,6 +35,10 @@ BENCHES: dict[str, Bench] = {
     "control_plane": (
         lambda quick: control_plane.measure(requests=20 if quick else 200),
         control_plane.page,
+    ),
+    "engine": (
+        lambda quick: engine.measure(repeats=1 if quick else 3, steps=5 if quick else 30),
+        engine.page,
     ),
     "recovery": (lambda quick: recovery.measure(repeats=1 if quick else 3), recovery.page),
     "verification": (
