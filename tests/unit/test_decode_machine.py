@@ -847,6 +847,7 @@ def test_a_restart_ends_between_two_steps_and_leaves_everything_as_it_is() -> No
     play.reserve(spec("b", tokens=2), None, sent(R, WorkRefused, reason=Reason.DRAINING))
     play.stepped((50,), ADVANCED, sent(G, TokenChunk), Exit(EXIT_RESTART, "restart"))
     assert play.machine.leaving and "r" in play.machine.state.sequences
+    assert play.last(RecordStep).attempts == (), "nobody is to blame for a restart"
 
 
 def test_an_idle_worker_restarts_at_once() -> None:

@@ -561,6 +561,7 @@ class DecodeMachine:
         self._report(now)
         if self.leaving:
             if self.scheduler.step_since is None:
+                self.scheduler.forget_step()
                 self._exit(EXIT_RESTART, "restart")
             return
         self.departure.offer()

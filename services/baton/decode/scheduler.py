@@ -47,9 +47,7 @@ class Scheduler:
             return
         rows = self._rows()
         if not rows:
-            if self.recorded:
-                self.recorded = False
-                self.state.emit(RecordStep(()))
+            self.forget_step()
             return
         self.step += 1
         self.step_since = now
@@ -62,6 +60,12 @@ class Scheduler:
         attempts = [AttemptId(*seq.key) for seq in self.state.in_flight.values()]
         self.state.emit(RecordStep(tuple(attempts)))
         self.state.emit(RunStep(self.step, self.rows, self.seals))
+
+    def forget_step(self) -> None:
+        """No step runs: should this worker end now, nobody is to blame."""
+        if self.recorded:
+            self.recorded = False
+            self.state.emit(RecordStep(()))
 
     def _rows(self) -> list[Row]:
         """Whoever has waited longest has the next step: everybody together, or one suspect."""
