@@ -1,7 +1,8 @@
 """A whole Baton process around a small scripted machine: what tests of the shell start and kill.
 
 ``python -m support.runtime_program ROLE --worker-id ID --config FILE``; ``$TEST_BEHAVIOUR`` says
-what it does wrong.
+what it does wrong. With ``$TEST_ALONE`` it is a worker without a guard: nobody starts it again, and
+its exit code is the process's.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.core.ids import Role
-from baton.runtime.process import main
+from baton.runtime.process import live, main
 from baton.wire.holdings import Holdings
 
 if TYPE_CHECKING:
-    from baton.runtime.service import Context, Service
+    from baton.runtime.logs import FilteringBoundLogger
+    from baton.runtime.service import Context, Service, ServiceCode
+    from baton.runtime.settings import Config
 
 BEHAVIOUR = os.environ.get("TEST_BEHAVIOUR", "")
 
@@ -63,6 +67,14 @@ class Machine:
         return {"num_requests_running": float(len(self.peers))}
 
 
+def preload(config: Config, log: FilteringBoundLogger) -> int:
+    """Return what a worker can tell its guard by."""
+    if BEHAVIOUR == "slow_preload":
+        log.info("preloading")
+        time.sleep(60)
+    return os.getpid()
+
+
 def build(context: Context) -> Service:
     """Make the service, or fail in the way that was asked for."""
     from baton.runtime.service import Service, StartFailed
@@ -85,8 +97,25 @@ def build(context: Context) -> Service:
         if BEHAVIOUR == "stop_hangs":
             await asyncio.Event().wait()
 
-    return Service(Machine(), model_name="tiny", on_stop=stop)
+    return Service(
+        Machine(), model_name="tiny", on_stop=stop, facts=lambda: {"guard": context.preloaded}
+    )
+
+
+def _code() -> ServiceCode:
+    return sys.modules[__name__]  # type: ignore[return-value]
+
+
+def _alone(role: str, _: str, worker_id: str, __: str, config_path: str) -> int:
+    from baton.runtime.config import load
+    from baton.runtime.cores import plan_cores
+    from baton.runtime.pulse import Pulse
+
+    config = load(Path(config_path), os.environ)
+    return live(Role(role), worker_id, config, build, plan=plan_cores(config), pulse=Pulse())
 
 
 if __name__ == "__main__":
-    main(Role(sys.argv[1]), build, sys.argv[2:])
+    if os.environ.get("TEST_ALONE"):
+        os._exit(_alone(*sys.argv[1:]))
+    main(Role(sys.argv[1]), _code, sys.argv[2:])

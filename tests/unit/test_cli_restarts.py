@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.cli.restarts import PAUSE_MAX_S, ProcessState, RestartPolicy, pause_s
+from baton.cli.restarts import ProcessState, RestartPolicy
+from baton.core.pauses import PAUSE_MAX_S, pause_s
 
 NAME = "decode-0:decode-0"
 

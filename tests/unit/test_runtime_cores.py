@@ -108,9 +108,10 @@ def test_cgroup_quota_is_the_least_above(tmp_path: Path) -> None:
     assert cgroup_cores(tmp_path / "fs", membership) == 0.5
 
 
-def test_apply_sets_threads_for_libraries() -> None:
+def test_threads_of_libraries() -> None:
     """Thread counts reach numeric libraries through the environment, spinning is off."""
     environ: dict[str, str] = {}
-    cores.apply(Placement((), 2), environ)
+    cores.set_threads(Placement((), 2), environ)
     assert environ["OMP_NUM_THREADS"] == environ["MKL_NUM_THREADS"] == "2"
+    assert environ["OPENBLAS_NUM_THREADS"] == "1"
     assert environ["OMP_WAIT_POLICY"] == "PASSIVE"

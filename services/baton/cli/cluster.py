@@ -20,10 +20,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from baton.cli import leftovers, models, record, settings_file, supervisor
 from baton.cli.client import UNIX_SCHEME, GatewayClient
-from baton.cli.processes import listener, started
+from baton.cli.processes import listener, started, worker_of
 from baton.cli.record import ClusterRecord
 from baton.cli.supervisor import Supervisor
 from baton.cli.terminal import CommandError, ExitCode
@@ -91,12 +92,13 @@ class Cluster:
         return f"requests that run may end within {seconds:g} s"
 
     def pids(self) -> dict[str, int]:
-        """Return the process id of every program that runs; empty if supervisor is silent."""
+        """Return the process id of every worker that runs; empty if supervisor is silent."""
         try:
             found = Supervisor(self.run_dir).processes()
         except OSError:
             return {}
-        return {str(info["name"]): int(info["pid"]) for info in found if info["pid"]}
+        pids = {str(info["name"]): worker_pid(info) for info in found}
+        return {name: pid for name, pid in pids.items() if pid is not None}
 
     # --- start ----------------------------------------------------------------------------------
 
@@ -356,6 +358,17 @@ class Cluster:
             yield
         finally:
             os.close(directory)
+
+
+def worker_pid(info: Mapping[str, Any]) -> int | None:
+    """Return the pid of a program's worker; ``None``: it is down, or between two incarnations.
+
+    Supervisor knows the guard (``baton.runtime.guard``); the ledger's server has none.
+    """
+    pid = int(info["pid"])
+    if not pid or info["name"] == supervisor.LEDGER:
+        return pid or None
+    return worker_of(pid)
 
 
 def progress(states: Mapping[str, tuple[str, int]], words: str) -> str:

@@ -18,10 +18,10 @@ from types import FrameType
 from baton.cli.client import Answer, Delta
 from baton.cli.cluster import Cluster, Patience
 from baton.cli.leftovers import LOGS
-from baton.cli.pdeath import end_with_parent
 from baton.cli.record import ClusterRecord
 from baton.cli.serving import give_up, say_addresses
 from baton.cli.terminal import CommandError, ExitCode, say
+from baton.runtime.prctl import die_with_parent
 from baton.runtime.settings import Config
 
 SAMPLE = "What is the capital of France, and what is it known for?"
@@ -65,7 +65,7 @@ def run(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop.take)
     if with_parent:
-        end_with_parent(signal.SIGTERM, os.getppid())
+        die_with_parent(signal.SIGTERM, os.getppid())
     cluster = Cluster(config, os.environ, say)
     with _own_terminal(with_parent):
         found = cluster.start(in_foreground=True)

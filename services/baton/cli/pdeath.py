@@ -11,21 +11,11 @@ programs from their main thread.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent(number: int, parent_pid: int) -> None:
-    """Ask for signal ``number`` when the parent dies; exit at once if it is dead already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
-        os.kill(os.getpid(), number)
+from baton.runtime.prctl import die_with_parent
 
 
 def _supervisor() -> int:
@@ -43,7 +33,7 @@ def main(arguments: list[str]) -> None:
     name, parent, dashes, *program = arguments
     if dashes != "--" or not program:
         sys.exit("usage: pdeath SIGNAL PARENT_PID -- program arguments...")
-    end_with_parent(signal.Signals[f"SIG{name}"], int(parent) or _supervisor())
+    die_with_parent(signal.Signals[f"SIG{name}"], int(parent) or _supervisor())
     try:
         os.execvp(program[0], program)
     except OSError as error:

@@ -56,6 +56,18 @@ def started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def worker_of(guard: int) -> int | None:
+    """Return the pid of the worker that runs under ``guard``; ``None``: none does right now."""
+    for pid in _pids():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if fields[0] not in "ZX" and int(fields[1]) == guard:
+            return pid
+    return None
+
+
 def name_of(pid: int) -> ProcessName | None:
     """Return the process that has ``pid`` now."""
     ticks = started(pid)

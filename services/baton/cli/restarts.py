@@ -1,9 +1,8 @@
 """When a process that ended is started again.
 
-Decides the restart policy, purely: at once after a long run, then after pauses that grow to a
-bound and are never given up; never after exit code 0 (somebody asked) or 78 (a permanent
-configuration error, which a restart cannot mend). It looks at states, not at events, so that a
-lost event or a restart of the listener loses no process. `baton.cli.restarter` is its shell.
+Decides which of the supervisor's programs (guards of workers, and the ledger) are started again and
+when, purely; how long the pauses are is `baton.core.pauses`. It looks at states, not at events, so
+that a lost event or a restart of the listener loses no process. `baton.cli.restarter` is its shell.
 """
 
 from __future__ import annotations
@@ -11,12 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-#: Exit codes after which a process stays down.
-FINAL_CODES = frozenset({0, 78})
-#: A run of this length was a good one: the next failure is the first again.
-STEADY_S = 10.0
-PAUSE_FIRST_S = 0.5
-PAUSE_MAX_S = 10.0
+from baton.core.pauses import FINAL_CODES, STEADY_S, pause_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +91,3 @@ class RestartPolicy:
         pause = pause_s(track.failures)
         track.due = now + pause
         return Ended(state.name, state.exit_code, track.failures, pause)
-
-
-def pause_s(failures: int) -> float:
-    """Return how long to wait before the restart after so many failures in a row, at least 1."""
-    if failures <= 1:
-        return 0.0
-    # The exponent is bounded too: 2.0**2000 does not exist.
-    return min(PAUSE_FIRST_S * 2.0 ** min(failures - 2, 16), PAUSE_MAX_S)

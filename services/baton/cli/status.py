@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from baton.cli.client import no_cluster, reach
-from baton.cli.cluster import Cluster
+from baton.cli.cluster import Cluster, worker_pid
 from baton.cli.record import ClusterRecord
 from baton.cli.reports import LedgerSilent, Registered, ask, read_members
 from baton.cli.supervisor import LEDGER, Supervisor, spare
@@ -96,7 +96,8 @@ def _supervised(cluster: Cluster, spare: str) -> dict[str, dict[str, Any]]:
     return {
         str(info["name"]): {
             "state": str(info["statename"]).lower(),
-            "pid": int(info["pid"]) or None,
+            "pid": worker_pid(info),
+            "guard": int(info["pid"]) or None,
             "exit_code": int(info["exitstatus"]) if info["statename"] == "EXITED" else None,
             "up_s": int(info["now"]) - int(info["start"]) if info["pid"] else None,
         }

@@ -13,12 +13,13 @@ from baton.decode.io import ImportBlocks, MarkBlocks, ProbeWriter, RunStep, Veri
 from baton.decode.machine import DecodeMachine
 from baton.decode.takeover import TakenOver, take_stock
 from baton.decode.work import Turns, bring, probe, run_step, verify
-from baton.engine.info import ModelNotPrepared
 from baton.ports.driving import RecordStep
 from baton.runtime.engine_thread import EngineThread
-from baton.runtime.model import ServedModel, served_model
-from baton.runtime.service import Context, Service, StartFailed
-from baton.runtime.worker import make_engine, open_step_record
+from baton.runtime.model import ServedModel
+from baton.runtime.service import Context, Service
+from baton.runtime.worker import open_step_record, preload, take_engine
+
+__all__ = ["build", "preload"]
 
 STOP_S = 1.5
 #: Up to this much is verified on the loop, in about half a millisecond: the way to the verifying
@@ -34,15 +35,10 @@ def build(context: Context) -> Service:
         ArenaTooSmall, ArenaInUse: the arena cannot be had.
     """
     config = context.config
-    try:
-        model = served_model(config, context.run_dir)
-    except ModelNotPrepared as error:
-        raise StartFailed(str(error), permanent=True) from None
-    engine = make_engine(context, model)
+    engine, model = take_engine(context)
     arena, found = _open_arena(context, model)
     sources = ShmSources(config.arena.dir, config.cluster.name, model.layout, model.compat)
     engine.attach(arena.ref.file_id, arena.memory)
-    engine.warm_up()
     record = open_step_record(context)
     machine = DecodeMachine(
         context.me,

@@ -5,16 +5,38 @@ Decides what happens in which order; ``baton.runtime.shell`` lives the process a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from baton.engine.info import ModelNotPrepared
 from baton.gateway.exchange import Exchange
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.server import GatewayServer, inherited_listener
 from baton.gateway.serving import Serving
-from baton.gateway.tokens import ModelFolderError, load_model_text
+from baton.gateway.tokens import ModelFolderError, ModelText, load_model_text
 from baton.gateway.vocabulary import ClientsLeft, Deliver, End, LeaveClients, ReportsReady
 from baton.runtime.config import worker_ids
-from baton.runtime.model import served_model
+from baton.runtime.dirs import run_dir
+from baton.runtime.logs import FilteringBoundLogger
+from baton.runtime.model import ServedModel, served_model
 from baton.runtime.service import Context, Service, StartFailed
+from baton.runtime.settings import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a guard loaded for its gateway."""
+
+    model: ServedModel
+    text: ModelText
+
+
+def preload(config: Config, log: FilteringBoundLogger) -> Loaded | StartFailed:
+    """Return the model's text side for all incarnations, or what they are to fail with."""
+    try:
+        model = served_model(config, run_dir(config))
+        return Loaded(model, load_model_text(model.folder))
+    except (ModelNotPrepared, ModelFolderError) as error:
+        return StartFailed(str(error), permanent=True)
 
 
 def build(context: Context) -> Service:
@@ -24,11 +46,10 @@ def build(context: Context) -> Service:
         StartFailed: the model's folder is missing or broken.
     """
     config = context.config
-    try:
-        model = served_model(config, context.run_dir)
-        text = load_model_text(model.folder)
-    except (ModelNotPrepared, ModelFolderError) as error:
-        raise StartFailed(str(error), permanent=True) from None
+    loaded: Loaded | StartFailed = context.preloaded
+    if isinstance(loaded, StartFailed):
+        raise loaded
+    model, text = loaded.model, loaded.text
     name = model.name
     machine = GatewayMachine(
         context.me,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from baton.core.ids import Role
 from baton.runtime.process import main
-from baton.runtime.service import Context, Service
+from baton.runtime.service import ServiceCode
 
 
-def _build(context: Context) -> Service:
-    # Imported here: cores and threads are set before anything heavy is loaded.
-    from baton.prefill.service import build
+def _code() -> ServiceCode:
+    # Imported here: threads are set before anything heavy is loaded.
+    from baton.prefill import service
 
-    return build(context)
+    return service
 
 
 if __name__ == "__main__":
-    main(Role.PREFILL, _build)
+    main(Role.PREFILL, _code)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from baton.channel.shm import ShmChannel
 from baton.core.prefix import chain_root
-from baton.engine.info import ModelNotPrepared
 from baton.ports.driving import RecordStep
 from baton.prefill.io import MapArena, RunChunk, UnmapArena
 from baton.prefill.machine import PrefillMachine
 from baton.prefill.work import ChunkWorker
 from baton.runtime.engine_thread import EngineThread
-from baton.runtime.model import served_model
-from baton.runtime.service import Context, Service, StartFailed
-from baton.runtime.worker import make_engine, open_step_record
+from baton.runtime.service import Context, Service
+from baton.runtime.worker import open_step_record, preload, take_engine
+
+__all__ = ["build", "preload"]
 
 STOP_S = 1.5
 
@@ -23,19 +23,13 @@ def build(context: Context) -> Service:
     Raises:
         StartFailed: the model is not prepared.
     """
-    config = context.config
-    try:
-        model = served_model(config, context.run_dir)
-    except ModelNotPrepared as error:
-        raise StartFailed(str(error), permanent=True) from None
-    engine = make_engine(context, model)
-    engine.warm_up()
+    engine, model = take_engine(context)
     channel = ShmChannel(model.layout, model.compat)
     worker = ChunkWorker(engine, channel, context.me, context.clock)
     record = open_step_record(context)
     machine = PrefillMachine(
         context.me,
-        config.limits,
+        context.config.limits,
         block_size=model.layout.block_size,
         root=chain_root(repr(model.compat)),
         left=record.left,

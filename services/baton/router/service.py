@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from baton.engine.info import ModelNotPrepared
 from baton.router.machine import RouterMachine
+from baton.runtime.logs import FilteringBoundLogger
 from baton.runtime.model import served_model
 from baton.runtime.service import Context, Service, StartFailed
+from baton.runtime.settings import Config
+
+
+def preload(config: Config, log: FilteringBoundLogger) -> None:
+    """Imports are all that a router is made of."""
 
 
 def build(context: Context) -> Service:

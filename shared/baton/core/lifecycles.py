@@ -48,7 +48,17 @@ class LeaseState(StrEnum):
     LOST = "lost"
 
 
-R, B, L = RequestState, BlockState, LeaseState
+class WorkerState(StrEnum):
+    """What a guard knows of the worker it has forked."""
+
+    ABSENT = "absent"
+    STARTING = "starting"
+    SERVING = "serving"
+    ENDING = "ending"
+    KILLED = "killed"
+
+
+R, B, L, W = RequestState, BlockState, LeaseState, WorkerState
 
 _ENDS = frozenset({R.CANCELLED, R.EXPIRED, R.FAILED, R.REFUSED})
 TERMINAL = _ENDS | {R.COMPLETED}
@@ -84,7 +94,15 @@ LEASE_MOVES: Mapping[LeaseState, frozenset[LeaseState]] = {
     L.LOST: frozenset({L.HELD, L.VACANT}),
 }
 
-S = TypeVar("S", RequestState, BlockState, LeaseState)
+WORKER_MOVES: Mapping[WorkerState, frozenset[WorkerState]] = {
+    W.ABSENT: frozenset({W.STARTING}),
+    W.STARTING: frozenset({W.SERVING, W.ENDING, W.KILLED, W.ABSENT}),
+    W.SERVING: frozenset({W.ENDING, W.KILLED, W.ABSENT}),
+    W.ENDING: frozenset({W.KILLED, W.ABSENT}),
+    W.KILLED: frozenset({W.ABSENT}),
+}
+
+S = TypeVar("S", RequestState, BlockState, LeaseState, WorkerState)
 
 
 def become(moves: Mapping[S, frozenset[S]], source: S, target: S) -> S:

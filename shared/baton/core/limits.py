@@ -21,6 +21,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shortest time between two status messages of a worker to a router."""
     step_hung_ms: int = 30_000
     """An engine step older than this counts as hung: the worker exits with an error."""
+    start_ms: int = 600_000
+    """A process that is not ready so long after its start is killed and started again."""
+    frozen_margin_ms: int = 250
+    """A process whose event loop has stood still for ``lease_ttl_ms`` and this is killed."""
     drain_ms: int = 30_000
     """After SIGTERM running requests may go on this long; then they fail as ``draining``."""
     peer_silent_ms: int = 2_000

@@ -34,6 +34,11 @@ class CompiledAttention:
         """Stop the threads."""
         self.library.pool_free(self.pool)
 
+    def use_threads(self, threads: int) -> None:
+        """Have so many threads from now on."""
+        self.library.pool_free(self.pool)
+        self.pool = self.library.pool_new(threads)
+
     def step(self, rows: Sequence[Row]) -> CompiledStep:
         """Return the attention of one packed step."""
         return CompiledStep(self, self.arenas.lines(rows))

@@ -137,6 +137,9 @@ class FakeEngine:
         """Drop every view of ``arena``."""
         self._arenas.pop(arena, None)
 
+    def use_threads(self, threads: int) -> None:
+        """It has none to choose."""
+
     def warm_up(self) -> None:
         """Nothing is paid for later."""
 

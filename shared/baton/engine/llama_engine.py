@@ -47,15 +47,21 @@ class LlamaEngine:
         self.kernels = kernels
         self._library = library
         self._weights = PackedWeights(packed)
-        self._handle = library.llama_new(
-            _llama(self._weights, layout, threads or len(os.sched_getaffinity(0)))
-        )
+        self._handle = self._make(threads or len(os.sched_getaffinity(0)))
         self._arenas = Arenas(layout)
         self._logits: NDArray[np.float32] = np.empty((0, info.vocab_size), np.float32)
 
     def __del__(self) -> None:
         """Stop the threads."""
         self._library.llama_free(self._handle)
+
+    def use_threads(self, threads: int) -> None:
+        """See the contract."""
+        self._library.llama_free(self._handle)
+        self._handle = self._make(threads)
+
+    def _make(self, threads: int) -> int:
+        return self._library.llama_new(_llama(self._weights, self.layout, threads))
 
     def attach(self, arena: str, blocks: memoryview) -> None:
         """Make ``blocks`` usable as ``arena``, without a copy."""

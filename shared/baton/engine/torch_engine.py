@@ -75,6 +75,12 @@ class TorchEngine:
         self._arenas: dict[str, ArenaView] = {}
         self.last_calls: dict[int, int] = {}
 
+    def use_threads(self, threads: int) -> None:
+        """See the contract."""
+        torch.set_num_threads(threads)
+        if self._attention is not None:
+            self._attention.use_threads(threads)
+
     def attach(self, arena: str, blocks: memoryview) -> None:
         """Make ``blocks`` usable as ``arena``, without a copy."""
         if self._attention is not None:

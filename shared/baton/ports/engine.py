@@ -172,6 +172,14 @@ class Engine(Protocol):
         """
         ...
 
+    def use_threads(self, threads: int) -> None:
+        """Compute with so many threads from now on.
+
+        An engine is made and warmed up in one process, with one thread, and used in others that are
+        forked from it: neither starts a thread or touches a device.
+        """
+        ...
+
     def warm_up(self) -> None:
         """Run what the first request would otherwise pay for (allocations, kernel choice)."""
         ...

@@ -73,12 +73,13 @@ def plan_cores(
     return _pinned(config, usable)
 
 
-def apply(placement: Placement, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Pin this process and set its threads; before any numeric library is imported."""
-    if placement.cores:
-        os.sched_setaffinity(0, placement.cores)
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+def set_threads(placement: Placement, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Say how many threads libraries may start; before any numeric one is imported."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         environ[variable] = str(placement.threads)
+    # numpy's makes its pool when it is loaded, which no fork survives; nothing here multiplies
+    # with it.
+    environ["OPENBLAS_NUM_THREADS"] = "1"
     if len(placement.cores) < placement.threads:
         # Threads that spin while they wait would take the cores of those that work.
         environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

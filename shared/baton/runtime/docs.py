@@ -48,6 +48,7 @@ def states() -> str:
         ("Request", "As the ledger keeps it.", lifecycles.REQUEST_MOVES),
         ("Block", "As the arena's metadata keeps it.", lifecycles.BLOCK_MOVES),
         ("Lease", "What a process knows of its own lease.", lifecycles.LEASE_MOVES),
+        ("Worker", "What a guard knows of its worker.", lifecycles.WORKER_MOVES),
     )
     parts = [
         _NOTE.format(page="states"),

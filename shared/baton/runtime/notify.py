@@ -17,16 +17,13 @@ class Notifier:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         address = environ.get("NOTIFY_SOCKET", "")
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
-        watched = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        self.watchdog_s = int(environ.get("WATCHDOG_USEC", "0")) / 1e6 if watched else 0.0
-        """The manager kills us when it hears nothing for this long; 0: it does not."""
 
     def ready(self, text: str) -> None:
         """The process can do its work."""
         self._tell(f"READY=1\nSTATUS={text}")
 
     def alive(self) -> None:
-        """The event loop runs."""
+        """The guard does its work; whether its worker does is the guard's to see."""
         self._tell("WATCHDOG=1")
 
     def loading(self, more_s: float, text: str) -> None:

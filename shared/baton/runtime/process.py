@@ -1,8 +1,9 @@
 """Where a Baton process begins: ``python -m baton.<role> --worker-id ID [--config FILE]``.
 
-Decides what comes before everything else: the parent is watched, cores and threads are set, and
-only then is anything heavy imported. So this module imports next to nothing, and a service's
-``__main__`` hands over a function that imports the service when it is called.
+Decides what comes before everything else: the parent is watched, threads are set, and only then is
+anything heavy imported. So this module imports next to nothing, and a service's ``__main__`` hands
+over functions that import the service when they are called. The process becomes the guard of its
+worker (``baton.runtime.guard``); :func:`live` is the worker's life.
 """
 
 from __future__ import annotations
@@ -13,65 +14,139 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from baton.core.ids import Role
-from baton.runtime.parent import ParentWatch, watch_parent
+from baton.runtime.parent import Parent, watch_parent
+from baton.runtime.prctl import set_name
 
 if TYPE_CHECKING:
-    from baton.runtime.service import Build
+    from baton.runtime.cores import CorePlan
+    from baton.runtime.pulse import Pulse
+    from baton.runtime.service import Build, ServiceCode
+    from baton.runtime.settings import Config
 
 _WORKER_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 
 
-def main(role: Role, build: Build, argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the process; exit with its code."""
+def main(
+    role: Role, load: Callable[[], ServiceCode], argv: Sequence[str] | None = None
+) -> NoReturn:
+    """Run the guard of the service whose code ``load`` imports; exit with the guard's code."""
     arguments = _arguments(role, argv)
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Until the shell takes signals over there is nothing to put in order.
+        # Until a worker runs there is nothing to put in order.
         signal.signal(number, _leave)
-    watch = watch_parent(arguments.worker_id)
+    parent = watch_parent(arguments.worker_id)
+    set_name(f"guard {arguments.worker_id}")
     faulthandler.enable()
     os.umask(0o077)
-    code = run(role, arguments.worker_id, arguments.config, build, watch)
+    code = _guard(role, arguments, parent, load)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: native threads of a numeric library may still be at work, and taking the
-    # interpreter apart under them is how a clean end becomes a segmentation fault.
     os._exit(code)
 
 
-def run(
-    role: Role,
-    worker_id: str,
-    config_path: Path | None,
-    build: Build,
-    watch: ParentWatch | None = None,
+def _guard(
+    role: Role, arguments: argparse.Namespace, parent: Parent, load: Callable[[], ServiceCode]
 ) -> int:
-    """Read the settings, take the planned cores, live; return the exit code."""
+    """Read the settings, load what is heavy, guard; return the exit code."""
     from baton.runtime import config as configuration
-    from baton.runtime import cores
-    from baton.runtime.service import EX_CONFIG
+    from baton.runtime import cores, yielding
+    from baton.runtime.guarding import YIELD_S, GuardMachine
 
+    worker_id: str = arguments.worker_id
     try:
-        path = configuration.config_path(config_path, os.environ)
+        path = configuration.config_path(arguments.config, os.environ)
         config = configuration.load(path, os.environ)
         plan = cores.plan_cores(config)
     except configuration.ConfigError as error:
-        sys.stderr.write(f"baton {worker_id}: {error}\n")
-        return EX_CONFIG
+        return _refuse(worker_id, error)
     placement = plan.workers.get(worker_id, plan.rest)
-    cores.apply(placement)
+    cores.set_threads(placement)
+    yielding.begin(plan.rest, YIELD_S)
 
+    import uvloop  # noqa: F401 - every worker needs it
+
+    from baton.runtime import logs
+    from baton.runtime.clock import BootClock
+    from baton.runtime.guard import Guard
+    from baton.runtime.notify import Notifier
+    from baton.runtime.shell import LOADING_S, stop_s
+
+    notifier = Notifier()
+    notifier.loading(LOADING_S, "loading")
+    log = logs.configure(
+        config.cluster.log_level, bound={"worker": worker_id, "role": role.value, "part": "guard"}
+    )
+    service = load()
+    try:
+        preloaded = service.preload(config, log)
+    except configuration.ConfigError as error:
+        return _refuse(worker_id, error)
+
+    def work(pulse: Pulse, yields: bool) -> int:
+        return live(
+            role,
+            worker_id,
+            config,
+            service.build,
+            plan=plan,
+            pulse=pulse,
+            preloaded=preloaded,
+            yields=yields,
+        )
+
+    guard = Guard(
+        worker_id,
+        GuardMachine(config.limits, kill=config.fence.kill),
+        work,
+        parent=parent,
+        placement=placement,
+        rest=plan.rest,
+        notifier=notifier,
+        stop_s=stop_s(config.limits),
+        log=log,
+        clock=BootClock(),
+    )
+    return guard.run()
+
+
+def _refuse(worker_id: str, error: Exception) -> int:
+    from baton.runtime.service import EX_CONFIG
+
+    sys.stderr.write(f"baton {worker_id}: {error}\n")
+    return EX_CONFIG
+
+
+def live(
+    role: Role,
+    worker_id: str,
+    config: Config,
+    build: Build,
+    *,
+    plan: CorePlan,
+    pulse: Pulse,
+    preloaded: Any = None,
+    yields: bool = False,
+) -> int:
+    """Be the worker; return its exit code."""
     import uvloop
 
     from baton.runtime.shell import Shell
 
     shell = Shell(
-        role, worker_id, config, build=build, placement=placement, plan=plan.why, watch=watch
+        role,
+        worker_id,
+        config,
+        build=build,
+        plan=plan,
+        pulse=pulse,
+        preloaded=preloaded,
+        yields=yields,
     )
     try:
         return uvloop.run(shell.run())

@@ -87,6 +87,8 @@ class Context:
     """Log an error that is a bug, and end the process with status 70."""
     end: Callable[[int, str], None]
     """End the process in good order, with that code."""
+    preloaded: Any = None
+    """What the service's ``preload`` returned in the guard."""
     member: Member = field(init=False)
     metrics: Metrics = field(init=False)
     transport: Transport = field(init=False)
@@ -118,11 +120,27 @@ class Service:
 
 
 Build = Callable[[Context], Service]
-"""Makes the service, on the loop's thread, before anybody knows of this process; may block.
 
-Raises:
-    StartFailed, ConfigError: with a text for people.
-"""
+
+class ServiceCode(Protocol):
+    """What a service's package offers the process: its module ``service``."""
+
+    def preload(self, config: Config, log: FilteringBoundLogger, /) -> Any:
+        """Load, in the guard, what every incarnation needs and none changes.
+
+        It starts no thread and opens nothing that two incarnations must not share. What it returns
+        is ``Context.preloaded``; a failure of which people must hear is returned as well, and
+        raised by ``build``: the worker is who tells.
+        """
+        ...
+
+    def build(self, context: Context, /) -> Service:
+        """Make the service, on the loop's thread, before anybody knows of this process; may block.
+
+        Raises:
+            StartFailed, ConfigError: with a text for people.
+        """
+        ...
 
 
 def status_report(context: Context, service: Service, *, ready: bool, uptime_s: float) -> bytes:

@@ -146,6 +146,14 @@ class CoresConfig(Section, frozen=True):
     """Cores of routers, gateways and ledger. Empty: those of prefill."""
 
 
+class FenceConfig(Section, frozen=True):
+    """What is done about processes that stand still."""
+
+    kill: Literal["stale", "never"] = "stale"
+    """`stale`: a guard kills and replaces a worker whose event loop has stood still for longer than
+    its lease; `never`: it only logs (tests, debuggers)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """All settings, and where each came from."""
@@ -159,6 +167,7 @@ class Config:
     gateway: GatewayConfig
     router: RouterConfig
     cores: CoresConfig
+    fence: FenceConfig
     limits: Limits
     path: Path | None
     """The file that was read, absolute; ``None``: none."""
@@ -176,6 +185,7 @@ SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "gateway": GatewayConfig,
     "router": RouterConfig,
     "cores": CoresConfig,
+    "fence": FenceConfig,
     "limits": Limits,
 }
 

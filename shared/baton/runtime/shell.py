@@ -21,21 +21,22 @@ import orjson
 
 from baton.core.events import DrainRequested, RestartRequested
 from baton.core.ids import Member, Peer, Role
+from baton.core.limits import Limits
 from baton.ledger.connection import LedgerUnfit, LedgerUnreachable
 from baton.ledger.redis_ledger import RedisLedger
 from baton.ports.channel import ArenaInUse, ArenaTooSmall
 from baton.ports.lease import LeaseGivenUp, LeaseKeeper
 from baton.ports.transport import EndpointInUse
-from baton.runtime import logs
+from baton.runtime import logs, yielding
 from baton.runtime.clock import BootClock
 from baton.runtime.config import ConfigError
-from baton.runtime.cores import Placement
+from baton.runtime.cores import CorePlan
 from baton.runtime.dirs import endpoint, ledger_url, run_dir
 from baton.runtime.driver import Driver
+from baton.runtime.guarding import ORPHANED, TRACE
 from baton.runtime.membership import Membership, count_frame
 from baton.runtime.metrics import Metrics
-from baton.runtime.notify import Notifier
-from baton.runtime.parent import ParentWatch
+from baton.runtime.pulse import Pulse
 from baton.runtime.service import (
     EX_AGAIN,
     EX_BUG,
@@ -59,11 +60,15 @@ LOADING_S = 600.0
 DRAIN_MARGIN_S = 2.0
 #: Each part of an orderly end is given this long.
 STOP_S = 2.0
-#: Also the pace of signs of life to systemd.
-BEAT_S = 0.5
-#: A loop that has not run for so long holds the interpreter in native code: the last resort.
-STUCK_FACTOR = 2.0
-STUCK_BEATS = 10
+#: How often the event loop shows its guard that it runs.
+PULSE_S = 0.1
+#: How often it looks whether it is cut off.
+LOOK_AROUND_S = 0.5
+
+
+def stop_s(limits: Limits) -> float:
+    """Return how long an orderly end may take, drain included."""
+    return limits.drain_ms / 1000 + DRAIN_MARGIN_S + 3 * STOP_S
 
 
 class Shell:
@@ -76,20 +81,22 @@ class Shell:
         config: Config,
         *,
         build: Build,
-        placement: Placement,
-        plan: str,
-        watch: ParentWatch | None,
-        environ: Mapping[str, str] = os.environ,
+        plan: CorePlan,
+        pulse: Pulse,
+        preloaded: Any,
+        yields: bool,
     ) -> None:
+        """``preloaded`` is the guard's; ``yields``: the cores and class of a start until ready."""
         self._config = config
         self._build = build
-        self._watch = watch
-        self._notifier = Notifier(environ)
+        self._pulse = pulse
+        self._preloaded = preloaded
+        self._yields = yields
         self._clock = BootClock()
         self._role = role
         self._me = Peer(worker_id, host.new_incarnation())
-        self._placement = placement
-        self._plan = plan
+        self._placement = plan.workers.get(worker_id, plan.rest)
+        self._plan = plan.why
         self._log = logs.configure(
             config.cluster.log_level,
             bound={
@@ -99,7 +106,6 @@ class Shell:
             },
         )
         self._ready = False
-        self._beats = 0
         self._signals: set[int] = set()
         self._service: Service
         self._driver: Driver
@@ -113,13 +119,14 @@ class Shell:
         self._started_at = self._clock.now()
         self._ended, self._held = loop.create_future(), loop.create_future()
         loop.set_exception_handler(self._stray_exception)
-        if self._watch is not None:
-            self._watch.tell(self._parent_gone)
+        # Whoever is about to kill a process that stands still asks first where it stands.
+        faulthandler.register(TRACE, all_threads=True)
         try:
             context = self._prepare(loop)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled, number)
             loop.add_signal_handler(signal.SIGUSR2, self._restart_asked)
+            loop.add_signal_handler(ORPHANED, self._orphaned)
             await self._start_or_end(context)
             code = await self._ended
         except Exception as error:  # the crash barrier of the start; known errors are told apart
@@ -135,7 +142,6 @@ class Shell:
         """Build the service; nobody knows of this process yet, so a signal just ends it."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave)
-        self._notifier.loading(LOADING_S, "loading")
         self._log.info(
             "process_starting",
             pid=os.getpid(),
@@ -156,6 +162,7 @@ class Shell:
             feed=self._feed,
             crash=self._crash,
             end=self._end,
+            preloaded=self._preloaded,
         )
         self._service = self._build(context)
         return context
@@ -213,10 +220,13 @@ class Shell:
         gc.collect()
         gc.freeze()
         self._ready = True
+        if self._yields:
+            yielding.end(os.getpid(), self._placement)
         self._beat()
+        self._look_around()
+        self._pulse.ready()
         seconds = round(self._clock.now() - self._started_at, 3)
         self._log.info("process_ready", seconds=seconds)
-        self._notifier.ready("serving")
 
     def _make_driver(
         self, machine: object, executors: Mapping[type, Callable[..., None]]
@@ -264,16 +274,14 @@ class Shell:
             self._held.set_result(None)
 
     def _beat(self) -> None:
-        """Twice a second: a sign of life, and a look whether we are cut off."""
-        if not self._ready:
-            return
-        self._beats += 1
-        if self._beats % STUCK_BEATS == 1:
-            stuck_s = STUCK_FACTOR * self._config.limits.step_hung_ms / 1000
-            faulthandler.dump_traceback_later(stuck_s, exit=True)
-        self._notifier.alive()
-        self._membership.look_around()
-        self._loop.call_later(BEAT_S, self._beat)
+        """Show the guard that the loop runs, until the process ends."""
+        self._pulse.beat(self._clock.now())
+        self._loop.call_later(PULSE_S, self._beat)
+
+    def _look_around(self) -> None:
+        if self._ready:
+            self._membership.look_around()
+            self._loop.call_later(LOOK_AROUND_S, self._look_around)
 
     def _report(self, kind: str) -> bytes:
         context, machine = self._context, self._service.machine
@@ -301,7 +309,6 @@ class Shell:
         self._signals.add(number)
         if first:
             limit_s = self._config.limits.drain_ms / 1000 + DRAIN_MARGIN_S
-            self._notifier.stopping(limit_s + 3 * STOP_S)
             self._log.info("drain_requested", signal=name)
             self._loop.call_later(limit_s, self._end, EX_OK, "the drain took too long")
             self._driver.feed(DrainRequested())
@@ -316,10 +323,8 @@ class Shell:
             self._loop.call_later(limit_s, self._end, EX_AGAIN, "the restart took too long")
             self._driver.feed(RestartRequested())
 
-    def _parent_gone(self) -> None:
-        """Called in the watching thread, which ends the process if this takes too long."""
-        reason = "the process that started this one is gone"
-        self._loop.call_soon_threadsafe(self._end, EX_AGAIN, reason)
+    def _orphaned(self) -> None:
+        self._end(EX_AGAIN, "the process that started this one is gone")
 
     def _end(self, code: int, reason: str) -> None:
         if not self._ended.done():
@@ -328,7 +333,6 @@ class Shell:
 
     async def _stop(self) -> None:
         """Give the lease back, stop the service, say goodbye; each part bounded."""
-        faulthandler.cancel_dump_traceback_later()
         if hasattr(self, "_driver"):
             self._driver.stop()
         if hasattr(self, "_keeper"):

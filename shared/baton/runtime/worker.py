@@ -1,15 +1,25 @@
-"""What prefill and decode processes share in their making: the engine, and the step record."""
+"""What prefill and decode processes share in their making: the engine, and the step record.
+
+Decides that the guard makes the engine and warms it up: every incarnation of the worker inherits
+mapped weights, allocations and what was looked up for the first step.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton.engine.build import build_engine
 from baton.engine.fake import FakeKnobs
+from baton.engine.info import ModelNotPrepared
 from baton.engine.stop_points import FileStopPoints
 from baton.ports.engine import Engine
-from baton.runtime.model import ServedModel
+from baton.runtime.clock import BootClock
+from baton.runtime.dirs import run_dir
+from baton.runtime.logs import FilteringBoundLogger
+from baton.runtime.model import ServedModel, served_model
 from baton.runtime.service import Context, StartFailed
+from baton.runtime.settings import Config
 from baton.runtime.step_record import StepRecord, StepRecordInUse, record_path
 
 
@@ -32,16 +42,47 @@ def open_step_record(context: Context) -> StepRecord:
     return record
 
 
-def make_engine(context: Context, model: ServedModel) -> Engine:
-    """Return the engine of this process; loads the weights."""
-    config = context.config
-    fake = config.fake
-    began = context.clock.now()
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a guard loaded for its worker."""
+
+    model: ServedModel
+    engine: Engine
+
+
+def preload(config: Config, log: FilteringBoundLogger) -> Loaded | StartFailed:
+    """Return the engine for all incarnations of this worker, or what they are to fail with.
+
+    Starts no thread, so that the worker can be forked from whoever calls this.
+    """
+    try:
+        return _load(config, served_model(config, run_dir(config)), log)
+    except ModelNotPrepared as error:
+        return StartFailed(str(error), permanent=True)
+
+
+def take_engine(context: Context) -> tuple[Engine, ServedModel]:
+    """Return the preloaded engine, computing with this process's threads, and its model.
+
+    Raises:
+        StartFailed: the model is not prepared.
+    """
+    loaded: Loaded | StartFailed = context.preloaded
+    if isinstance(loaded, StartFailed):
+        raise loaded
+    loaded.engine.use_threads(context.placement.threads)
+    return loaded.engine, loaded.model
+
+
+def _load(config: Config, model: ServedModel, log: FilteringBoundLogger) -> Loaded:
+    fake, clock = config.fake, BootClock()
+    began = clock.now()
     engine = build_engine(
         model.folder,
         dtype=config.model.dtype,
         block_size=config.arena.block_size,
-        threads=context.placement.threads,
+        # With one thread nothing that is computed while loading makes a pool of threads.
+        threads=1,
         kind=config.engine.kind,
         kernels=model.kernels,
         knobs=FakeKnobs(
@@ -52,14 +93,14 @@ def make_engine(context: Context, model: ServedModel) -> Engine:
         ),
         stops=FileStopPoints(Path(fake.stops_dir)) if fake.stops_dir else None,
     )
-    context.log.info(
+    engine.warm_up()
+    log.info(
         "engine_loaded",
         kind=config.engine.kind,
         model=model.name,
         dtype=model.layout.dtype,
         kernels=engine.kernels,
         kernels_note=model.kernels.note,
-        threads=context.placement.threads,
-        seconds=round(context.clock.now() - began, 3),
+        seconds=round(clock.now() - began, 3),
     )
-    return engine
+    return Loaded(model, engine)

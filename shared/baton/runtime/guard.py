@@ -1,0 +1,211 @@
+"""The guard: the process that supervisor starts, which forks the worker and watches over it.
+
+It has imported what is heavy and mapped the weights, so that the next incarnation of a killed
+worker serves in a fraction of a second. It opens no arena, no socket and no event loop, and has one
+thread: nothing of an incarnation can reach the next one. What is done when is decided in
+``baton.runtime.guarding``; here are the effects: fork, signals, the pulse.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, assert_never
+
+from baton.ports.clock import Clock
+from baton.ports.driving import Exit, Note
+from baton.runtime import yielding
+from baton.runtime.cores import Placement
+from baton.runtime.guarding import (
+    Began,
+    Command,
+    Condition,
+    Event,
+    GuardMachine,
+    HurryWorker,
+    Looked,
+    ParentGone,
+    SignalWorker,
+    StartWorker,
+    StopAsked,
+    TellManager,
+    WorkerEnded,
+)
+from baton.runtime.logs import FilteringBoundLogger
+from baton.runtime.notify import Notifier
+from baton.runtime.parent import TOLD_BY, Parent
+from baton.runtime.prctl import die_with_parent, set_name
+from baton.runtime.pulse import Pulse
+from baton.runtime.service import EX_BUG
+
+_STOPS = frozenset({signal.SIGTERM, signal.SIGINT})
+_AWAITED = _STOPS | {signal.SIGCHLD, TOLD_BY}
+
+Live = Callable[[Pulse, bool], int]
+"""The life of one worker, in its own process: its pulse, whether it yields until it is ready; its
+exit code."""
+
+
+class Guard:
+    """One guard with at most one worker."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        machine: GuardMachine,
+        live: Live,
+        *,
+        parent: Parent,
+        placement: Placement,
+        rest: Placement,
+        notifier: Notifier,
+        stop_s: float,
+        log: FilteringBoundLogger,
+        clock: Clock,
+    ) -> None:
+        """``placement`` is the worker's, ``rest`` the guard's own; a stop takes ``stop_s``."""
+        self._worker_id = worker_id
+        self._machine = machine
+        self._live = live
+        self._parent = parent
+        self._placement = placement
+        self._rest = rest
+        self._notifier = notifier
+        self._stop_s = stop_s
+        self._log = log
+        self._clock = clock
+        self._pulse = Pulse()
+        self._pid = 0
+        self._code: int | None = None
+
+    def run(self) -> int:
+        """Guard until the worker's end is final; return the exit code."""
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # "ignored" is inherited, and loses exit codes
+        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+        # What is loaded lives as long as this process. A collection that looked at it would write
+        # into every page of it, in each worker, and share it no longer.
+        gc.collect()
+        gc.freeze()
+        self._feed(Began())
+        while self._code is None:
+            self._await_signal()
+            if self._code is None and self._clock.now() >= self._machine.deadline():
+                self._look()
+        return self._code
+
+    def _await_signal(self) -> None:
+        left_s = max(0.0, self._machine.deadline() - self._clock.now())
+        got = signal.sigtimedwait(_AWAITED, left_s)
+        if got is None:
+            return
+        if got.si_signo == signal.SIGCHLD:
+            self._reap()
+        elif got.si_signo in _STOPS:
+            self._feed(StopAsked(got.si_signo))
+
+    def _look(self) -> None:
+        self._reap()
+        if self._code is None and self._parent.is_gone():
+            self._parent = Parent(0)
+            self._feed(ParentGone())
+        if self._code is None:
+            self._notifier.alive()
+            self._feed(Looked(self._pulse.last_beat, self._pulse.is_ready))
+
+    def _reap(self) -> None:
+        """Signals of one kind are merged: look whether it ended, whatever was heard."""
+        if not self._pid:
+            return
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if pid:
+            self._pid = 0
+            self._feed(WorkerEnded(os.waitstatus_to_exitcode(status)))
+
+    # --- effects ----------------------------------------------------------------------------------
+
+    def _feed(self, event: Event) -> None:
+        for command in self._machine.handle(event, self._clock.now()):
+            self._do(command)
+        self._machine.check()
+
+    def _do(self, command: Command) -> None:
+        match command:
+            case StartWorker(yields):
+                self._fork(yields)
+            case HurryWorker():
+                yielding.end(self._pid, self._placement)
+            case SignalWorker(number):
+                # Not reaped yet, so the pid is still its own.
+                os.kill(self._pid, number)
+            case TellManager(condition):
+                self._tell(condition)
+            case Note(event, fields, level):
+                getattr(self._log, level)(event, pid=self._pid or None, **fields)
+            case Exit(code, reason):
+                self._log.info("guard_ending", code=code, reason=reason)
+                self._code = code
+            case _:
+                assert_never(command)
+
+    def _tell(self, condition: Condition) -> None:
+        match condition:
+            case Condition.READY:
+                self._notifier.ready("serving")
+            case Condition.STOPPING:
+                self._notifier.stopping(self._stop_s)
+            case _:
+                assert_never(condition)
+
+    def _fork(self, yields: bool) -> None:
+        threads = _thread_names()
+        assert len(threads) == 1, f"something started threads, which no fork survives: {threads}"
+        if not yields:
+            yielding.end(os.getpid(), self._rest)
+        self._pulse.reset()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        guard = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._be_worker(guard, yields)
+        self._pid = pid
+        # Whatever the worker does from here on, its guard must be quick.
+        yielding.end(guard, self._rest)
+
+    def _be_worker(self, guard: int, yields: bool) -> NoReturn:
+        code = EX_BUG
+        try:
+            die_with_parent(signal.SIGKILL, guard)
+            # A signal to the guard's group (Ctrl-C, a supervisor's stop) is the guard's to pass on.
+            os.setpgid(0, 0)
+            set_name(self._worker_id)
+            for number in _STOPS:
+                signal.signal(number, _leave)
+            signal.signal(TOLD_BY, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+            if not yields:
+                yielding.end(os.getpid(), self._placement)
+            code = self._live(self._pulse, yields)
+        except BaseException:  # the worker ends here, whatever happened: it must not become a guard
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: native threads of a numeric library may still be at work, and taking the
+        # interpreter apart under them is how a clean end becomes a segmentation fault.
+        os._exit(code)
+
+
+def _leave(number: int, frame: object) -> None:
+    os._exit(0)
+
+
+def _thread_names() -> list[str]:
+    tasks = Path("/proc/self/task")
+    return [(task / "comm").read_text().strip() for task in tasks.iterdir()]
