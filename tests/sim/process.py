@@ -103,6 +103,8 @@ class Process:
         self._handling = False
         self._handled = 0
         self._timer: Handle | None = None
+        self.known = False
+        """Whether the ledger has said who is there."""
         self._lease_timer: Handle | None = None
         self._work: list[Callable[[], None]] = []
         self.peers: dict[Peer, Member] = {}
@@ -302,8 +304,11 @@ class Process:
                     )
                 case LeaseChanged():
                     self.feed(command)
-                case MembersChanged():
-                    pass  # dialled below, as at every beat
+                case MembersChanged(members):
+                    # As the shell does: whoever has just come dials everybody, once.
+                    newcomer, self.known = not self.known, True
+                    for member in to_dial(self.me, self.role, members, newcomer=newcomer):
+                        self.transport.dial(member)
                 case Replaced():
                     self._exit(1, "replaced")
         self.keeper.check()

@@ -25,17 +25,28 @@ if TYPE_CHECKING:
     from baton.runtime.settings import Config
 
 BEHAVIOUR = os.environ.get("TEST_BEHAVIOUR", "")
+ONCE = os.environ.get("TEST_ONCE", "")
+"""A file that is removed by the first incarnation that misbehaves."""
+
+
+def _spin_once() -> None:
+    Path(ONCE).unlink()
+    while True:
+        pass
 
 
 class Machine:
     """Knows its peers; drains at once, unless told to hang."""
 
     def __init__(self) -> None:
+        from baton.runtime.clock import BootClock
+
+        self.made = BootClock().now()
         self.peers: list[str] = []
         self.draining = False
 
     def handle(self, event: object, now: float) -> Sequence[object]:
-        from baton.core.events import DrainRequested
+        from baton.core.events import DrainRequested, TimePassed
         from baton.ports.driving import Exit
         from baton.ports.transport import PeerLost, PeerUp
 
@@ -43,6 +54,8 @@ class Machine:
             case DrainRequested():
                 self.draining = True
                 return [] if BEHAVIOUR == "never_drained" else [Exit(0, "drained")]
+            case TimePassed():
+                _spin_once()
             case PeerUp(member):
                 if BEHAVIOUR == "bug":
                     raise KeyError("a bug in the machine")
@@ -52,7 +65,8 @@ class Machine:
         return []
 
     def deadline(self) -> float | None:
-        return None
+        # Not before it is ready: until then a loop may stand still.
+        return self.made + 1.0 if BEHAVIOUR == "spin" and Path(ONCE).exists() else None
 
     def check(self) -> None:
         assert len(set(self.peers)) == len(self.peers)

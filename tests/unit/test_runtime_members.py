@@ -39,6 +39,13 @@ def test_each_pair_has_one_dialling_side(one: Role, other: Role) -> None:
     assert one not in DIALS[one]
 
 
+def test_a_newcomer_dials_everybody_it_works_with() -> None:
+    """Once, whoever's turn it is otherwise: the others have not heard of it yet."""
+    found = to_dial(Peer("router-0", 8), Role.ROUTER, ALL, newcomer=True)
+    assert {one.role for one in found} == {Role.PREFILL, Role.DECODE, Role.GATEWAY}
+    assert to_dial(Peer("router-0", 8), Role.ROUTER, ALL) == []
+
+
 def test_to_dial_leaves_out_the_unreachable() -> None:
     """A process dials neither itself nor who has no inbox (the command line)."""
     silent = Member(Peer("router-9", 1), Role.ROUTER, "", 1, "boot")

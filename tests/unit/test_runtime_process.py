@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 import orjson
 import pytest
@@ -22,121 +21,14 @@ from baton.ports.transport import PeerUp, Received, TransportEvent
 from baton.transport import host
 from baton.transport.zmq_transport import ZmqTransport
 from baton.wire.messages import ReadReport, Report
-from support.ledger_server import LedgerServer
-
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 30.0
-
-
-class Process:
-    """One started process; its log lines arrive as they are written."""
-
-    def __init__(self, command: list[str], environ: Mapping[str, str]) -> None:
-        self.popen = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=dict(environ)
-        )
-        self.lines: list[dict[str, object]] = []
-        self.raw = b""
-
-    def until(self, event: str) -> dict[str, object]:
-        """Return the log line of ``event``, waiting for it."""
-        self._read(lambda: self.seen(event) is not None, event)
-        line = self.seen(event)
-        assert line is not None
-        return line
-
-    def until_links(self, count: int, or_event: str = "") -> None:
-        """Wait until ``count`` links have been opened."""
-        self._read(
-            lambda: (
-                sum(line["event"] == "peer_up" for line in self.lines) >= count
-                or self.seen(or_event) is not None
-            ),
-            "links",
-        )
-
-    def _read(self, enough: Callable[[], bool], event: str) -> None:
-        assert self.popen.stderr is not None
-        deadline = time.monotonic() + PATIENCE_S
-        while not enough():
-            left = deadline - time.monotonic()
-            assert select.select([self.popen.stderr], [], [], left)[0], self.story(event)
-            read = os.read(self.popen.stderr.fileno(), 1 << 16)
-            assert read, self.story(event)
-            self._take(read)
-
-    def seen(self, event: str) -> dict[str, object] | None:
-        """Return the log line of ``event`` if it was read already."""
-        return next((line for line in self.lines if line["event"] == event), None)
-
-    @property
-    def worker(self) -> int:
-        """The pid of the newest worker that was heard of."""
-        self.until("process_starting")
-        pids = [line["pid"] for line in self.lines if line["event"] == "process_starting"]
-        return int(str(pids[-1]))
-
-    def wait(self) -> int:
-        """Return the exit code, having read the rest of the log."""
-        assert self.popen.stderr is not None
-        _, rest = self.popen.communicate(timeout=PATIENCE_S)
-        self._take(rest)
-        return self.popen.returncode
-
-    def story(self, event: str) -> str:
-        """Describe what was seen instead of ``event``."""
-        return f"no {event}; exit code {self.popen.poll()}; log:\n{self.raw.decode()}"
-
-    def _take(self, read: bytes) -> None:
-        self.raw += read
-        self.lines = [
-            orjson.loads(line)
-            for line in self.raw.splitlines(keepends=True)
-            if line.startswith(b"{") and line.endswith(b"\n")
-        ]
-
-    def close(self) -> None:
-        if self.popen.poll() is None:
-            self.popen.send_signal(signal.SIGCONT)
-            self.popen.kill()
-        self.popen.wait()
-        assert self.popen.stderr is not None
-        self.popen.stderr.close()
-
-
-class Rig:
-    """A run directory with a ledger, and processes in it."""
-
-    def __init__(self, server: LedgerServer) -> None:
-        self.server = server
-        self.run_dir = server.run_dir
-        self.config = self.run_dir / "baton.toml"
-        self.config.write_text(f'[cluster]\nrun_dir = "{self.run_dir}"\n[limits]\ndrain_ms = 300\n')
-        self.started: list[Process] = []
-
-    def environ(self, **more: str) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "NOTIFY"))}
-        path = os.pathsep.join(str(ROOT / name) for name in ("shared", "services", "tests"))
-        return {**kept, "PYTHONPATH": path, "BATON_CHECK": "1", "BATON_CORES_PIN": "off", **more}
-
-    def command(self, worker_id: str, role: str = "router") -> list[str]:
-        program = [sys.executable, "-m", "support.runtime_program", role]
-        return [*program, "--worker-id", worker_id, "--config", str(self.config)]
-
-    def start(self, worker_id: str, role: str = "router", **environ: str) -> Process:
-        process = Process(self.command(worker_id, role), self.environ(**environ))
-        self.started.append(process)
-        return process
+from support.runtime_rig import PATIENCE_S, Process, Rig, started_rig
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    """A ledger and nothing else; whatever was started is gone afterwards."""
-    with LedgerServer() as server:
-        made = Rig(server)
+    """One ledger a test."""
+    with started_rig() as made:
         yield made
-        for process in made.started:
-            process.close()
 
 
 async def reports(rig: Rig, worker_id: str, *kinds: str) -> dict[str, bytes]:
@@ -215,6 +107,19 @@ def test_a_gateway_dials_the_router(rig: Rig) -> None:
     assert str(router.until("peer_up")["peer"]).startswith("gateway-0/")
     gateway.popen.kill()
     assert router.until("peer_lost")["reason"] == "died"
+
+
+def test_a_newcomer_is_linked_before_anybody_asks_the_ledger_again(rig: Rig) -> None:
+    """A router that comes back does not wait for the gateway's next renewal to be dialled."""
+    seldom = {"BATON_LIMITS_LEASE_TTL_MS": "40000", "BATON_LIMITS_LEASE_RENEW_MS": "15000"}
+    router = rig.start("router-0", **seldom)
+    gateway = rig.start("gateway-0", "gateway", **seldom)
+    gateway.until("peer_up")
+    os.kill(router.worker, signal.SIGKILL)
+    gateway.until("peer_lost")
+    began = time.monotonic()
+    gateway.until_links(2)
+    assert time.monotonic() - began < 10.0
 
 
 def test_a_second_start_is_refused(rig: Rig) -> None:

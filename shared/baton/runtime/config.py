@@ -322,10 +322,9 @@ def _cross_check(config: Config) -> None:
     cluster, limits = config.cluster, config.limits
     if cluster.mode == "split" and cluster.prefill == 0:
         _contradiction(config, "cluster.prefill", "split mode needs at least 1; or use colocated")
-    if 2 * limits.lease_renew_ms > limits.lease_ttl_ms:
-        _contradiction(
-            config, "limits.lease_renew_ms", f"at most half of lease_ttl_ms ({limits.lease_ttl_ms})"
-        )
+    if 2 * limits.lease_renew_ms >= limits.lease_ttl_ms:
+        half = f"less than half of lease_ttl_ms ({limits.lease_ttl_ms})"
+        _contradiction(config, "limits.lease_renew_ms", half)
     url = config.ledger.url
     if url and not url.startswith(("redis://", "rediss://", "unix://")):
         _contradiction(config, "ledger.url", "a redis://, rediss:// or unix:// URL is expected")

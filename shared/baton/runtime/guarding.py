@@ -249,15 +249,11 @@ class GuardMachine:
         steady = now - self._started_at >= STEADY_S
         self.failures = 1 if steady else self.failures + 1
         pause = pause_s(self.failures)
+        cold = self.failures >= COLD_AFTER
         how = {"code": code} if code >= 0 else {"signal": signal.Signals(-code).name}
-        do(
-            Note(
-                "worker_ended",
-                {**how, "failures": self.failures, "restart_in_s": pause},
-                "warning",
-            )
-        )
-        if self.failures >= COLD_AFTER:
+        fields = {"failures": self.failures, "restart_in_s": None if cold else pause}
+        do(Note("worker_ended", {**how, **fields}, "warning"))
+        if cold:
             self._end(code if code > 0 else EX_AGAIN, "a start from nothing may help", do)
         elif pause:
             self._start_due = now + pause

@@ -1,6 +1,8 @@
 """Who opens links to whom.
 
-Decides the dial rule: of each pair exactly one side dials, so that a link is never made twice.
+Decides the dial rule: of each pair one side dials and keeps dialling; and whoever has just come
+dials everybody once, because the others hear of it only with their next renewal. Dials that cross
+make one link (``baton.transport.switchboard``).
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ DIALS: Mapping[Role, frozenset[Role]] = {
 }
 
 
-def to_dial(me: Peer, role: Role, members: Iterable[Member]) -> list[Member]:
+def to_dial(
+    me: Peer, role: Role, members: Iterable[Member], *, newcomer: bool = False
+) -> list[Member]:
     """Return those of ``members`` that a process ``me`` of ``role`` opens a link to."""
     return [
         member
         for member in members
-        if member.role in DIALS[role] and member.endpoint and member.peer != me
+        if (member.role in DIALS[role] or (newcomer and role in DIALS[member.role]))
+        and member.endpoint
+        and member.peer != me
     ]
 
 

@@ -104,13 +104,15 @@ class Membership:
         self._context.feed(change)
 
     def _members_changed(self, change: MembersChanged) -> None:
+        newcomer = not self._members
         self._members = change.members
         self._links.members(change.members)
-        self._dial()
+        self._dial(newcomer=newcomer)
 
-    def _dial(self) -> None:
+    def _dial(self, *, newcomer: bool = False) -> None:
+        me, role = self._context.me, self._context.role
         # Idempotent for those that are linked or being dialled.
-        for member in to_dial(self._context.me, self._context.role, self._members):
+        for member in to_dial(me, role, self._members, newcomer=newcomer):
             self._context.transport.dial(member)
 
     def _replaced(self, _: Replaced) -> None:
