@@ -45,6 +45,10 @@ def test_units_say_what_a_worker_needs(role: str) -> None:
         "Restart=on-failure",
         "RestartPreventExitStatus=78",
         "StartLimitIntervalSec=0",
+        "NotifyAccess=main",
+        "KillMode=mixed",
+        "OOMPolicy=continue",
+        "LimitNICE=+0",
         f"-m baton.{role} --worker-id {role}-%i",
     ):
         assert line in text

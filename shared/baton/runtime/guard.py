@@ -43,6 +43,8 @@ from baton.runtime.prctl import die_with_parent, set_name
 from baton.runtime.pulse import Pulse
 from baton.runtime.service import EX_BUG
 
+#: How often systemd hears that the guard does its work.
+ALIVE_S = 1.0
 _STOPS = frozenset({signal.SIGTERM, signal.SIGINT})
 _AWAITED = _STOPS | {signal.SIGCHLD, TOLD_BY}
 
@@ -81,6 +83,7 @@ class Guard:
         self._clock = clock
         self._pulse = Pulse()
         self._pid = 0
+        self._alive_due = 0.0
         self._code: int | None = None
 
     def run(self) -> int:
@@ -116,8 +119,13 @@ class Guard:
             self._parent = Parent(0)
             self._feed(ParentGone())
         if self._code is None:
-            self._notifier.alive()
+            self._tell_alive()
             self._feed(Looked(self._pulse.last_beat, self._pulse.is_ready))
+
+    def _tell_alive(self) -> None:
+        if self._clock.now() >= self._alive_due:
+            self._alive_due = self._clock.now() + ALIVE_S
+            self._notifier.alive()
 
     def _reap(self) -> None:
         """Signals of one kind are merged: look whether it ended, whatever was heard."""
