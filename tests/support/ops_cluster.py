@@ -75,11 +75,17 @@ class OpsCluster:
         return found
 
     def process(self, name: str) -> ProcessName:
-        """Return a living process of the cluster by its name."""
-        (row,) = [row for row in self.status()["processes"] if row["process"] == name]
-        found = name_of(row["pid"])
-        assert found is not None, row
-        return found
+        """Return a living process of the cluster by its name: a worker, not its guard."""
+        found: list[ProcessName] = []
+
+        def there() -> bool:
+            (row,) = [row for row in self.status()["processes"] if row["process"] == name]
+            alive = row["pid"] and name_of(row["pid"])
+            found.extend([alive] if alive else [])
+            return bool(found)
+
+        wait_until(there, 10, f"{name} runs")
+        return found[0]
 
     def supervisor(self) -> ProcessName:
         record = json.loads((self.run_dir / "cluster.json").read_text())
