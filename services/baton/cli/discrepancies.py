@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from baton.cli.records import Record
-from baton.cli.restarts import PAUSE_MAX_S
 from baton.cli.sample import ArenaFile, Sample
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import BlockState, RequestState
 from baton.core.limits import Limits
+from baton.core.pauses import PAUSE_MAX_S
 from baton.wire.holdings import HeldRequest, Holdings
 
 #: Two looks at one instant are some milliseconds apart.
