@@ -46,7 +46,7 @@ class Machine:
         self.draining = False
 
     def handle(self, event: object, now: float) -> Sequence[object]:
-        from baton.core.events import DrainRequested, TimePassed
+        from baton.core.events import DrainRequested, RestartRequested, TimePassed
         from baton.ports.driving import Exit
         from baton.ports.transport import PeerLost, PeerUp
 
@@ -54,6 +54,8 @@ class Machine:
             case DrainRequested():
                 self.draining = True
                 return [] if BEHAVIOUR == "never_drained" else [Exit(0, "drained")]
+            case RestartRequested():
+                return [Exit(75, "restart")]
             case TimePassed():
                 _spin_once()
             case PeerUp(member):
@@ -86,6 +88,7 @@ def preload(config: Config, log: FilteringBoundLogger) -> int:
     if BEHAVIOUR == "slow_preload":
         log.info("preloading")
         time.sleep(60)
+    log.info("preloaded")
     return os.getpid()
 
 

@@ -198,8 +198,49 @@ def policies(pid: int) -> set[int]:
 
 
 def test_nothing_of_the_guard_is_more_than_memory(rig: Rig) -> None:
-    """A guard has one thread and standard descriptors: no socket, lock or file is passed on."""
+    """A guard has one thread and no socket, lock or file that it could pass on: but the pulse."""
     process = serving(rig)
     guard = process.popen.pid
     assert len(os.listdir(f"/proc/{guard}/task")) == 1
-    assert {int(fd) for fd in os.listdir(f"/proc/{guard}/fd")} == {0, 1, 2}
+    folder = Path(f"/proc/{guard}/fd")
+    held = {int(path.name): os.readlink(path) for path in folder.iterdir()}
+    assert {fd for fd, what in held.items() if "memfd:pulse" not in what} == {0, 1, 2}
+    assert len(held) > 3, "the pulse"
+
+
+def test_a_restart_loads_anew_while_the_worker_serves(rig: Rig) -> None:
+    """SIGUSR2: the guard begins anew in its own process, and only then the worker makes room."""
+    process = serving(rig)
+    guard, first = process.popen.pid, process.worker
+    for count in (1, 2):
+        os.kill(guard, signal.SIGUSR2)
+        process.until_after(count, "process_ready")
+        assert process.count("preloaded") == count + 1
+    events = [line["event"] for line in process.lines]
+    second = events.index("preloaded", events.index("guard_renewed"))
+    assert events.index("restart_requested") > second
+    assert process.count("worker_replaced") == 2
+    assert process.count("worker_ended") == 0
+    assert process.worker != first
+    assert children(guard).keys() == {process.worker}
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+
+
+def test_a_worker_killed_while_its_guard_loads_anew_is_replaced(rig: Rig) -> None:
+    """The new guard adopts a dead worker: it is reaped, and the next one starts."""
+    process = serving(rig)
+    os.kill(process.popen.pid, signal.SIGUSR2)
+    process.until("guard_renewed")
+    os.kill(process.worker, signal.SIGKILL)
+    process.until_after(1, "process_ready")
+    assert children(process.popen.pid).keys() == {process.worker}
+
+
+def test_a_guard_that_was_renewed_still_sees_a_frozen_worker(rig: Rig) -> None:
+    """The pulse is handed on: a worker that stands still instead of making room is killed."""
+    process = serving(rig, **SHORT)
+    os.kill(process.worker, signal.SIGSTOP)
+    os.kill(process.popen.pid, signal.SIGUSR2)
+    process.until("worker_killed")
+    process.until_after(1, "process_ready")

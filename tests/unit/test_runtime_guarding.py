@@ -17,6 +17,7 @@ from baton.runtime.guarding import (
     LOOK_S,
     ORPHANED,
     OWN_GAP_S,
+    RESTART,
     TRACE,
     YIELD_S,
     Began,
@@ -27,6 +28,8 @@ from baton.runtime.guarding import (
     HurryWorker,
     Looked,
     ParentGone,
+    Renew,
+    RestartAsked,
     SignalWorker,
     StartWorker,
     StopAsked,
@@ -269,3 +272,33 @@ def test_an_orphaned_start_is_killed_too() -> None:
     talk.tell(Began())
     assert talk.tell(ParentGone()) == [SignalWorker(ORPHANED)]
     assert talk.pass_time(GRACE_S + LOOK_S, beating=False) == [KILL]
+
+
+def test_a_restart_renews_the_guard_and_then_replaces_the_worker() -> None:
+    """The new guard finds a worker, asks it to make room, and starts its successor at once."""
+    talk = Talk()
+    talk.serve()
+    assert talk.tell(RestartAsked()) == [Renew()]
+    new = Talk(now=talk.now + 3.0, beat=talk.now + 2.9, ready=True)
+    assert new.tell(Began(adopts=True)) == [SignalWorker(RESTART)]
+    assert new.look() == [READY]
+    assert new.pass_time(60.0, beating=True) == []
+    assert new.tell(WorkerEnded(75)) == [StartWorker(yielding=False)]
+    assert new.machine.failures == 0
+
+
+def test_an_adopted_worker_that_fails_instead_is_a_failure() -> None:
+    """Killed or frozen while it makes room, it is replaced like any other."""
+    talk = Talk(beat=999.0)
+    talk.tell(Began(adopts=True))
+    assert KILL in talk.pass_time(FROZEN_S + LOOK_S, beating=False)
+    assert talk.tell(WorkerEnded(-9)) == [StartWorker(yielding=False)]
+    assert talk.machine.failures == 1
+
+
+def test_a_stop_is_stronger_than_a_restart() -> None:
+    """Who ends is not renewed."""
+    talk = Talk()
+    talk.serve()
+    talk.tell(StopAsked(15))
+    assert talk.tell(RestartAsked()) == []

@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, assert_never
 
@@ -22,6 +23,7 @@ from baton.ports.driving import Exit, Note
 from baton.runtime import yielding
 from baton.runtime.cores import Placement
 from baton.runtime.guarding import (
+    RESTART,
     Began,
     Command,
     Condition,
@@ -30,6 +32,8 @@ from baton.runtime.guarding import (
     HurryWorker,
     Looked,
     ParentGone,
+    Renew,
+    RestartAsked,
     SignalWorker,
     StartWorker,
     StopAsked,
@@ -42,15 +46,36 @@ from baton.runtime.parent import TOLD_BY, Parent
 from baton.runtime.prctl import die_with_parent, set_name
 from baton.runtime.pulse import Pulse
 from baton.runtime.service import EX_BUG
+from baton.runtime.yielding import Yielding
 
+#: Names, on its command line, the worker that a guard adopts.
+OPTION = "--adopt"
 #: How often systemd hears that the guard does its work.
 ALIVE_S = 1.0
 _STOPS = frozenset({signal.SIGTERM, signal.SIGINT})
-_AWAITED = _STOPS | {signal.SIGCHLD, TOLD_BY}
+_AWAITED = _STOPS | {signal.SIGCHLD, RESTART, TOLD_BY}
 
 Live = Callable[[Pulse, bool], int]
 """The life of one worker, in its own process: its pulse, whether it yields until it is ready; its
 exit code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A worker that an older guard in this same process has forked."""
+
+    pid: int
+    pulse_fd: int
+
+    @classmethod
+    def parse(cls, text: str) -> Adopted:
+        """Read what :meth:`option` wrote."""
+        pid, fd = text.split(":")
+        return cls(int(pid), int(fd))
+
+    def option(self) -> str:
+        """Return the command line option that tells the next guard."""
+        return f"{OPTION}={self.pid}:{self.pulse_fd}"
 
 
 class Guard:
@@ -65,24 +90,45 @@ class Guard:
         parent: Parent,
         placement: Placement,
         rest: Placement,
+        start: Yielding,
         notifier: Notifier,
         stop_s: float,
         log: FilteringBoundLogger,
         clock: Clock,
+        usable: Collection[int],
+        adopted: Adopted | None,
     ) -> None:
-        """``placement`` is the worker's, ``rest`` the guard's own; a stop takes ``stop_s``."""
+        """Guard a worker.
+
+        Args:
+            worker_id: names it.
+            machine: decides.
+            live: is the worker.
+            parent: who started this process.
+            placement: where the worker belongs.
+            rest: where the guard belongs.
+            start: how a worker's start yields.
+            notifier: tells systemd.
+            stop_s: how long a stop takes at most.
+            log: the guard's.
+            clock: the machine's.
+            usable: the cores this process was given.
+            adopted: a worker that runs already.
+        """
         self._worker_id = worker_id
         self._machine = machine
         self._live = live
         self._parent = parent
         self._placement = placement
         self._rest = rest
+        self._start = start
         self._notifier = notifier
         self._stop_s = stop_s
         self._log = log
         self._clock = clock
-        self._pulse = Pulse()
-        self._pid = 0
+        self._usable = usable
+        self._pulse = Pulse(adopted.pulse_fd if adopted else None)
+        self._pid = adopted.pid if adopted else 0
         self._alive_due = 0.0
         self._code: int | None = None
 
@@ -96,7 +142,9 @@ class Guard:
         # into every page of it, in each worker, and share it no longer.
         gc.collect()
         gc.freeze()
-        self._feed(Began())
+        # It has loaded; from here on a guard must be quick, whatever its worker does.
+        yielding.end(os.getpid(), self._rest)
+        self._feed(Began(adopts=bool(self._pid)))
         while self._code is None:
             self._await_signal()
             if self._code is None and self._clock.now() >= self._machine.deadline():
@@ -112,6 +160,8 @@ class Guard:
             self._reap()
         elif got.si_signo in _STOPS:
             self._feed(StopAsked(got.si_signo))
+        elif got.si_signo == RESTART:
+            self._feed(RestartAsked())
 
     def _look(self) -> None:
         self._reap()
@@ -147,6 +197,8 @@ class Guard:
         match command:
             case StartWorker(yields):
                 self._fork(yields)
+            case Renew():
+                self._renew()
             case HurryWorker():
                 yielding.end(self._pid, self._placement)
             case SignalWorker(number):
@@ -171,11 +223,21 @@ class Guard:
             case _:
                 assert_never(condition)
 
+    def _renew(self) -> None:
+        """Begin anew with what is on disk now; the worker serves on meanwhile."""
+        command = [word for word in sys.orig_argv if not word.startswith(f"{OPTION}=")]
+        if self._pid:
+            os.set_inheritable(self._pulse.fd, True)
+            command.append(Adopted(self._pid, self._pulse.fd).option())
+        self._log.info("guard_renewed", pid=self._pid or None)
+        os.sched_setaffinity(0, self._usable)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # it would outlive this program and end the next
+        # Signals stay blocked: what comes before the new guard listens is waiting for it then.
+        os.execv(sys.executable, command)
+
     def _fork(self, yields: bool) -> None:
         threads = _thread_names()
         assert len(threads) == 1, f"something started threads, which no fork survives: {threads}"
-        if not yields:
-            yielding.end(os.getpid(), self._rest)
         self._pulse.reset()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -184,8 +246,6 @@ class Guard:
         if pid == 0:
             self._be_worker(guard, yields)
         self._pid = pid
-        # Whatever the worker does from here on, its guard must be quick.
-        yielding.end(guard, self._rest)
 
     def _be_worker(self, guard: int, yields: bool) -> NoReturn:
         code = EX_BUG
@@ -198,7 +258,9 @@ class Guard:
                 signal.signal(number, _leave)
             signal.signal(TOLD_BY, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
-            if not yields:
+            if yields:
+                self._start.begin()
+            else:
                 yielding.end(os.getpid(), self._placement)
             code = self._live(self._pulse, yields)
         except BaseException:  # the worker ends here, whatever happened: it must not become a guard

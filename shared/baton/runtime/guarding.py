@@ -34,6 +34,8 @@ COLD_AFTER = 8
 
 #: Asks a worker to end in order because nobody is left to restart it.
 ORPHANED = signal.SIGHUP
+#: Asks a guard to load everything anew, and then its worker to end where its successor goes on.
+RESTART = signal.SIGUSR2
 #: Makes a worker write the stacks of all its threads into its log.
 TRACE = signal.SIGUSR1
 
@@ -51,6 +53,9 @@ class Condition(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Began:
     """Everything heavy is loaded: the first worker may start."""
+
+    adopts: bool = False
+    """There is one already: this guard was started in the place of an older one, for a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,11 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartAsked:
+    """SIGUSR2: what is on disk may be newer than what is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParentGone:
     """Whoever started the guard is dead."""
 
@@ -92,6 +102,11 @@ class StartWorker:
 
     yielding: bool
     """It lets those that serve run first until it is ready; otherwise requests wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Become a new guard, in this very process, that adopts the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +128,8 @@ class TellManager:
     condition: Condition
 
 
-Event = Began | Looked | WorkerEnded | StopAsked | ParentGone
-Command = StartWorker | HurryWorker | SignalWorker | TellManager | Note | Exit
+Event = Began | Looked | WorkerEnded | StopAsked | RestartAsked | ParentGone
+Command = StartWorker | Renew | HurryWorker | SignalWorker | TellManager | Note | Exit
 Do = Callable[[Command], None]
 
 
@@ -141,6 +156,8 @@ class GuardMachine:
         self._orphaned = False
         self._traced = False
         self._told_frozen = False
+        self._replacing = False
+        """It was asked to make room for its successor."""
         self._over = False
 
     # --- the machine ------------------------------------------------------------------------------
@@ -151,15 +168,21 @@ class GuardMachine:
         do = commands.append
         assert not self._over, "the guard has ended"
         match event:
-            case Began():
+            case Began(adopts):
                 self._looked_at = now
-                self._start(now, do, yielding=True)
+                if adopts:
+                    self._adopt(now, do)
+                else:
+                    self._start(now, do, yielding=True)
             case Looked(beat, ready):
                 self._looked(beat, ready, now, do)
             case WorkerEnded(code):
                 self._ended(code, now, do)
             case StopAsked(number):
                 self._stop(number, do)
+            case RestartAsked():
+                if not (self._stop_asked or self._orphaned):
+                    do(Renew())
             case ParentGone():
                 self._orphan(now, do)
             case _:
@@ -180,12 +203,21 @@ class GuardMachine:
     # --- decisions --------------------------------------------------------------------------------
 
     def _start(self, now: float, do: Do, *, yielding: bool) -> None:
+        self._begin(now)
+        self._hurry_due = now + YIELD_S if yielding else None
+        do(StartWorker(yielding))
+
+    def _adopt(self, now: float, do: Do) -> None:
+        """It serves on while its new guard loaded; now it makes room."""
+        self._begin(now)
+        self._replacing = True
+        do(SignalWorker(RESTART))
+
+    def _begin(self, now: float) -> None:
         self._become(WorkerState.STARTING)
         self._started_at = self._count_from = now
-        self._start_due = self._kill_due = None
-        self._hurry_due = now + YIELD_S if yielding else None
-        self._was_ready = self._traced = self._told_frozen = False
-        do(StartWorker(yielding))
+        self._start_due = self._kill_due = self._hurry_due = None
+        self._was_ready = self._traced = self._told_frozen = self._replacing = False
 
     def _looked(self, beat: float, ready: bool, now: float, do: Do) -> None:
         if now - self._looked_at > OWN_GAP_S:
@@ -242,6 +274,9 @@ class GuardMachine:
             self._end(code if code >= 0 else 128 - code, "stopped", do)
         elif code in FINAL_CODES:
             self._end(code, "its worker is not to be started again", do)
+        elif self._replacing and code == EX_AGAIN:
+            do(Note("worker_replaced"))
+            self._start(now, do, yielding=False)
         else:
             self._failed(code, now, do)
 

@@ -51,6 +51,7 @@ def watch_parent(worker_id: str, environ: Mapping[str, str] = os.environ) -> Par
             os._exit(EXIT_CODE)
 
     signal.signal(TOLD_BY, look)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {TOLD_BY})  # a former guard here had it blocked
     die_with_parent(TOLD_BY, pid)
     return parent
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from baton.runtime.service import Build, ServiceCode
     from baton.runtime.settings import Config
 
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 _WORKER_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 
 
@@ -37,9 +38,11 @@ def main(
 ) -> NoReturn:
     """Run the guard of the service whose code ``load`` imports; exit with the guard's code."""
     arguments = _arguments(role, argv)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    if not arguments.adopt:
         # Until a worker runs there is nothing to put in order.
-        signal.signal(number, _leave)
+        for number in _STOPS:
+            signal.signal(number, _leave)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # a former guard here had them blocked
     parent = watch_parent(arguments.worker_id)
     set_name(f"guard {arguments.worker_id}")
     faulthandler.enable()
@@ -55,10 +58,12 @@ def _guard(
 ) -> int:
     """Read the settings, load what is heavy, guard; return the exit code."""
     from baton.runtime import config as configuration
-    from baton.runtime import cores, yielding
+    from baton.runtime import cores
     from baton.runtime.guarding import YIELD_S, GuardMachine
+    from baton.runtime.yielding import Yielding
 
     worker_id: str = arguments.worker_id
+    usable = os.sched_getaffinity(0)
     try:
         path = configuration.config_path(arguments.config, os.environ)
         config = configuration.load(path, os.environ)
@@ -67,13 +72,15 @@ def _guard(
         return _refuse(worker_id, error)
     placement = plan.workers.get(worker_id, plan.rest)
     cores.set_threads(placement)
-    yielding.begin(plan.rest, YIELD_S)
+    start = Yielding(plan.rest)
+    start.end_after(YIELD_S)
+    start.begin()
 
     import uvloop  # noqa: F401 - every worker needs it
 
     from baton.runtime import logs
     from baton.runtime.clock import BootClock
-    from baton.runtime.guard import Guard
+    from baton.runtime.guard import Adopted, Guard
     from baton.runtime.notify import Notifier
     from baton.runtime.shell import LOADING_S, stop_s
 
@@ -107,10 +114,13 @@ def _guard(
         parent=parent,
         placement=placement,
         rest=plan.rest,
+        start=start,
         notifier=notifier,
         stop_s=stop_s(config.limits),
         log=log,
         clock=BootClock(),
+        usable=usable,
+        adopted=Adopted.parse(arguments.adopt) if arguments.adopt else None,
     )
     return guard.run()
 
@@ -165,6 +175,8 @@ def _arguments(role: Role, argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--worker-id", required=True, type=_worker_id, help="such as decode-0")
     parser.add_argument("--config", type=Path, default=None, help="the cluster's TOML file")
+    # One guard tells the next, see baton.runtime.guard.
+    parser.add_argument("--adopt", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 

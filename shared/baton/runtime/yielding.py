@@ -17,21 +17,29 @@ from baton.runtime.cores import Placement
 _PLAIN = os.sched_param(0)
 
 
-def begin(rest: Placement, most_s: float) -> None:
-    """Yield from now on; before anything heavy is done, with no other thread running.
+class Yielding:
+    """How this process and those forked from it yield while they start."""
 
-    After ``most_s`` it ends by itself: on a machine without idle time a start would never end.
-    """
+    def __init__(self, rest: Placement) -> None:
+        """``rest``: the cores that are not decode's."""
+        self._rest = rest
+        self._idle = _may_leave()
 
-    def hurry(number: int, frame: FrameType | None) -> None:
-        end(os.getpid(), rest)
+    def begin(self) -> None:
+        """Yield from now on; before anything heavy is done, with no other thread running."""
+        if self._rest.cores:
+            os.sched_setaffinity(0, self._rest.cores)
+        if self._idle:
+            os.sched_setscheduler(0, os.SCHED_IDLE, _PLAIN)
 
-    if rest.cores:
-        os.sched_setaffinity(0, rest.cores)
-    if _may_leave():
-        os.sched_setscheduler(0, os.SCHED_IDLE, _PLAIN)
+    def end_after(self, seconds: float) -> None:
+        """End it by itself then: on a machine without idle time a start would never end."""
+
+        def hurry(number: int, frame: FrameType | None) -> None:
+            end(os.getpid(), self._rest)
+
         signal.signal(signal.SIGALRM, hurry)
-        signal.setitimer(signal.ITIMER_REAL, most_s)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def end(pid: int, placement: Placement) -> None:
