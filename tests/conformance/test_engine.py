@@ -248,6 +248,18 @@ def test_warm_up_leaves_nothing_behind(engine: Engine) -> None:
     assert engine.info.vocab_size > 0
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_may_be_chosen_after_the_first_steps(
+    engine: Engine, prompt: Any, threads: int
+) -> None:
+    """A guard makes and warms the engine up; its worker then computes with its own threads."""
+    engine.warm_up()
+    wanted, _ = alone(engine, prompt[:70])
+    engine.use_threads(threads)
+    found, _ = alone(engine, prompt[:70])
+    assert found.output == wanted.output
+
+
 def test_a_wide_batch_gives_every_row_the_same_answer(engine: Engine, prompt: Any) -> None:
     """Twelve rows of three tiles each, attended to in several groups, agree with a single one."""
     wanted, _ = alone(engine, prompt)
