@@ -1,0 +1,55 @@
+"""Streams on a real cluster that must not notice what happens to processes they do not need."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from support.cluster_client import Answer, complete, complete_all
+from support.ops_cluster import OpsCluster
+
+STREAMS = 8
+STEP_S = 0.02
+#: A step takes 20 ms; two cores are shared by seven processes, one of which is being started.
+PAUSE_S = 0.5
+FIELDS: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
+PROMPTS = [[*f"stream {n}: ".encode(), *b"the quick brown fox " * 4] for n in range(STREAMS)]
+
+
+def undisturbed_ids(cluster: OpsCluster) -> list[list[int]]:
+    """Return the ids of every stream when nothing happens."""
+    return [answer.ids for answer in complete_all(cluster.port, "m", PROMPTS, **FIELDS)]
+
+
+def streams_during(cluster: OpsCluster, act: Callable[[], None]) -> list[Answer]:
+    """Run all streams and call ``act`` when each has begun and none is near its end."""
+    begun = [threading.Event() for _ in PROMPTS]
+    answers: list[Answer | None] = [None] * STREAMS
+
+    def one(number: int) -> None:
+        def count(ids: int) -> None:
+            if ids >= 10:
+                begun[number].set()
+
+        answers[number] = complete(cluster.port, "m", PROMPTS[number], on_id=count, **FIELDS)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    for event in begun:
+        assert event.wait(20), cluster.logs()
+    act()
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive(), f"silence\n{cluster.logs()}"
+    return [answer for answer in answers if answer is not None]
+
+
+def assert_undisturbed(cluster: OpsCluster, answers: list[Answer], ids: list[list[int]]) -> None:
+    """Assert that every stream was whole, right, and never paused."""
+    for number, answer in enumerate(answers):
+        assert answer.done and answer.error is None, f"{answer}\n{cluster.logs()}"
+        gaps = [b - a for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
+        assert max(gaps) < PAUSE_S, f"stream {number} paused for {max(gaps):.2f} s"
+    assert [answer.ids for answer in answers] == ids
