@@ -1,7 +1,7 @@
 """What a guard does for its worker, as a pure machine: start, watch, kill, start again, follow.
 
 Decides when the next incarnation is started and after which pause, when a worker counts as frozen
-and is killed (``docs/adr/0014-guards.md``), and with which code the guard itself ends. It does not
+and is killed (``docs/adr/0016-guards.md``), and with which code the guard itself ends. It does not
 know what the worker is: only its pulse, and how it ended. ``baton.runtime.guard`` is its shell.
 """
 
