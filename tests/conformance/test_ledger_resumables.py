@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator
 from random import Random
@@ -97,6 +98,21 @@ def test_only_the_owner_with_the_token_is_given_it(bench: LedgerBench) -> None:
         assert bench.ask(claim) == Denied(denial), claim
     assert resumable(bench, CLAIM).turn == 1, "a claim that was denied changes nothing"
     assert bench.ask(replace(CLAIM, owner="other")) == Denied(Denial.UNKNOWN), "a claim's own name"
+
+
+def test_scripts_that_do_not_compare_owners_are_noticed(server: LedgerServer) -> None:
+    """The test above fails for a script in which any API key will do."""
+    server.command("FLUSHALL")
+    bench = RealBench(server, "mutant")
+    try:
+        script = bench.ledger._scribe.scripts[ClaimResumable]
+        script.source = script.source.replace(b"record.owner ~= owner", b"false")
+        script.sha = hashlib.sha1(script.source, usedforsecurity=False).hexdigest().encode()
+        bench.ledger._sources.append(script.source)
+        with pytest.raises(AssertionError, match="owner='other'"):
+            test_only_the_owner_with_the_token_is_given_it(bench)
+    finally:
+        bench.close()
 
 
 def test_an_idempotency_key_names_one_request(bench: LedgerBench) -> None:

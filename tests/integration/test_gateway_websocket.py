@@ -393,3 +393,111 @@ def test_a_restart_closes_a_socket_when_nothing_runs_on_it(cluster: GatewayClust
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
     cluster.wait_until(lambda: bool(cluster.exits))
     assert cluster.exits == [(EXIT_RESTART, "drained")]
+
+
+# --- resuming -----------------------------------------------------------------------------------
+
+
+async def first_events(ws: ClientConnection, count: int) -> dict[str, list[dict[str, Any]]]:
+    """Collect events by response until every one of the first ``count`` has some text."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    async for event in events(ws):
+        found[event["response_id"]].append(event)
+        if len(found) == count and all(len(each) > 8 for each in found.values()):
+            return found
+    raise AssertionError("the socket closed early")
+
+
+def resume(token: str, last: str = "", **values: Any) -> str:
+    message = {"type": "response.resume", "resume_token": token, "last_event_id": last, **values}
+    return json.dumps(message)
+
+
+def test_several_responses_are_resumed_on_another_socket(cluster: GatewayCluster) -> None:
+    """What each says goes on where its client was, numbered without a gap; one is cancelled."""
+    cluster.script.step_s = 0.01
+    before: dict[str, list[dict[str, Any]]] = {}
+
+    async def part(ws: ClientConnection) -> None:
+        for word in ("one", "two", "three"):
+            await ws.send(create(word, resume_s=20, stream_id=word))
+        before.update(await first_events(ws, 3))
+
+    async def rest(ws: ClientConnection) -> None:
+        tokens = {each[0]["resume_token"]: each for each in before.values()}
+        assert len(tokens) == 3
+        for token, said in tokens.items():
+            await ws.send(resume(token, said[-1]["event_id"], stream_id=said[-1]["stream_id"]))
+        cancelled = next(iter(before))
+        after: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        async for event in events(ws):
+            assert event["stream_id"] == before[event["response_id"]][0]["stream_id"]
+            if not after[cancelled] and event["response_id"] == cancelled:
+                await ws.send(json.dumps({"type": "response.cancel", "response_id": cancelled}))
+            after[event["response_id"]].append(event)
+            if sum(each[-1]["type"] in TERMINAL for each in after.values() if each) == 3:
+                break
+        for response_id, said in before.items():
+            joined = said + after[response_id]
+            assert [event["sequence_number"] for event in joined] == list(range(len(joined)))
+            if response_id == cancelled:
+                assert joined[-1]["type"] == "response.cancelled"
+                continue
+            word = said[0]["stream_id"]
+            assert text_of(joined) == f"{word}. " * 20
+            assert joined[-1]["response"]["output"][0]["content"][0]["text"] == f"{word}. " * 20
+            ids = [event["event_id"] for event in joined]
+            assert len(set(ids)) == len(ids)
+
+    run(cluster, part)
+    run(cluster, rest)
+    ends = [str(work.ended.ending) for work in cluster.works.values() if work.ended]
+    assert sorted(ends) == ["cancelled", "completed", "completed"]
+
+
+def test_a_response_read_on_two_sockets_is_the_later_ones(cluster: GatewayCluster) -> None:
+    """The earlier socket hears how it ended there, and stays open."""
+
+    async def main() -> None:
+        url = f"ws://127.0.0.1:{cluster.port}/v1/responses"
+        cluster.script.step_s = 0.02
+        async with asyncio.timeout(20), connect(url) as early, connect(url) as late:
+            await early.send(create("word", resume_s=20))
+            (said,) = (await first_events(early, 1)).values()
+            await late.send(resume(said[0]["resume_token"]))
+            found = await until_ended(late, 1)
+            assert text_of(next(iter(found.values()))) == "word. " * 20
+            (ended,) = (await until_ended(early, 1)).values()
+            assert ended[-1]["type"] == "response.failed"
+            assert ended[-1]["response"]["error"]["code"] == "superseded"
+            await early.send(create("again"))
+            assert await until_ended(early, 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (resume("resp_0.x"), "resume_unknown"),
+        (json.dumps({"type": "response.resume"}), None),
+        (create("x", resume_s="20"), None),
+        (create("x", resume_s=0), None),
+        (create("x", resume_s=10**12), None),
+    ],
+)
+def test_what_cannot_be_resumed_is_told(
+    cluster: GatewayCluster, message: str, code: str | None
+) -> None:
+    """An error event, and nothing else changes."""
+
+    async def talk(ws: ClientConnection) -> None:
+        await ws.send(message)
+        event = json.loads(await ws.recv())
+        assert event["type"] == "error"
+        assert event["error"]["code"] == code
+        assert event["status"] in (400, 404)
+        await ws.send(create("still here"))
+        assert await until_ended(ws, 1)
+
+    run(cluster, talk)

@@ -11,13 +11,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from baton.core.ids import Peer
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.core.sampling import SamplingParams
 from baton.core.stopping import finish_of
 from baton.engine.fake import EOS_ID, FakeEngine, chain
-from baton.gateway.vocabulary import ClientGone, Deliver, End, ReportsReady, Submitted
+from baton.gateway.vocabulary import (
+    ClientGone,
+    Deliver,
+    NotResumed,
+    Ready,
+    ReportsReady,
+    Submitted,
+    Told,
+)
 from baton.ports.engine import Row, SampleSpec
 from baton.wire.messages import RequestSpec
+from sim.comebacks import Comebacks
 
 if TYPE_CHECKING:
     from sim.cluster import Cluster
@@ -39,6 +49,20 @@ class Answer:
     """When the last ids came."""
     longest_gap_s: float = 0.0
     """Between two deliveries."""
+    resumable: bool = False
+    known: bool = False
+    """Its client has the resume token."""
+    reader: Peer | None = None
+    """The gateway that its client reads from, or asks."""
+    claim: str = ""
+    """What it has asked for and not got yet."""
+    claims: int = 0
+    told: int = 0
+    """Ids told on this connection."""
+    lost_at: float | None = None
+    longest_away_s: float = 0.0
+    abandoned: bool = False
+    """Its client will not come back."""
 
 
 class SoloEngine(FakeEngine):
@@ -60,10 +84,18 @@ class Clients:
         self.answers: dict[str, Answer] = {}
         self.number = 0
         self._references: dict[str, list[int]] = {}
+        self.comebacks = Comebacks(self)
 
     # --- asking -------------------------------------------------------------------------------
 
-    def ask(self, *, tokens: int | None = None, max_tokens: int | None = None) -> Answer:
+    def ask(
+        self,
+        *,
+        tokens: int | None = None,
+        max_tokens: int | None = None,
+        resumable: bool = False,
+        gateway: Process | None = None,
+    ) -> Answer:
         """Send one request with a prompt that sometimes shares its beginning with others."""
         random = self.cluster.clock.random
         length = tokens if tokens is not None else random.choice((1, 5, 16, 17, 40, 64, 100, 180))
@@ -74,9 +106,10 @@ class Clients:
         prompt = prompt[:length]
         self.number += 1
         greedy = random.random() < 0.5
+        gateway = gateway or self.cluster.gateways()[0]
         spec = RequestSpec(
             request_id=f"r{self.number}",
-            gateway=self.gateway().me,
+            gateway=gateway.me,
             prompt=np.array(prompt, dtype="<u4").tobytes(),
             sampling=SamplingParams(
                 seed=random.randrange(2**31),
@@ -89,31 +122,52 @@ class Clients:
         )
         answer = Answer(spec, submitted_at=self.cluster.clock.now())
         self.answers[spec.request_id] = answer
-        self.gateway().feed(Submitted(spec))
+        answer.reader = gateway.me
+        if resumable:
+            self.comebacks.ask(answer, gateway)
+        else:
+            gateway.feed(Submitted(spec))
         return answer
-
-    def gateway(self) -> Process:
-        return self.cluster.processes["gateway-0"]
 
     def cancel(self, answer: Answer) -> None:
         """Hang up."""
-        if answer.outcome is None and not answer.gateway_died:
+        if answer.resumable:
+            self.comebacks.cancel(answer)
+        elif answer.outcome is None and not answer.gateway_died:
             answer.cancelled = True
-            self.gateway().feed(ClientGone(answer.spec.request_id, Reason.CLIENT_DISCONNECTED))
+            gateway = self.cluster.processes[answer.reader.worker_id]
+            gone = ClientGone(answer.spec.request_id, Reason.CLIENT_DISCONNECTED)
+            gateway.later(0.0, lambda: gateway.feed(gone))
 
-    def gateway_dies(self) -> None:
-        """Every open connection breaks."""
+    def gateway_dies(self, gateway: Process) -> None:
+        """Every open connection to it breaks."""
         for answer in self.answers.values():
-            if answer.outcome is None:
+            if answer.outcome is None and not answer.resumable and answer.reader == gateway.me:
                 answer.gateway_died = True
+        self.comebacks.gateway_died(gateway.me)
 
     # --- hearing ------------------------------------------------------------------------------
 
-    def on_command(self, gateway: Process, command: Deliver | End | ReportsReady) -> None:
+    def on_command(self, gateway: Process, command: Told) -> None:
         """What the HTTP layer would do."""
-        if isinstance(command, ReportsReady):
-            return
+        match command:
+            case ReportsReady():
+                return
+            case Ready():
+                self.comebacks.on_ready(gateway, command)
+                return
+            case NotResumed():
+                self.comebacks.on_refusal(gateway, command)
+                return
         answer = self.answers[command.request_id]
+        if answer.resumable:
+            if not self.comebacks.hears(gateway, answer):
+                return
+            if isinstance(command, Deliver):
+                self.comebacks.deliver(answer, command)
+            else:
+                self.comebacks.end(answer, command)
+            return
         assert answer.outcome is None, f"{command.request_id}: something after its end"
         if isinstance(command, Deliver):
             assert command.index == len(answer.ids), f"{command.request_id}: gap or duplicate"
@@ -130,7 +184,11 @@ class Clients:
 
     def open(self) -> list[Answer]:
         """Requests whose client still waits."""
-        return [a for a in self.answers.values() if a.outcome is None and not a.gateway_died]
+        return [
+            answer
+            for answer in self.answers.values()
+            if answer.outcome is None and not answer.gateway_died and not answer.abandoned
+        ]
 
     def judge(self) -> None:
         """Assert that nobody got a wrong token, and that every end has its reason."""
@@ -139,13 +197,15 @@ class Clients:
             got = answer.ids
             name = answer.spec.request_id
             assert got == wanted[: len(got)], f"{name}: wrong tokens {got} instead of {wanted}"
-            if answer.gateway_died:
+            if answer.gateway_died or answer.abandoned:
                 continue
             assert answer.outcome is not None, f"{name}: silence"
             if answer.outcome.ending is Ending.COMPLETED:
                 assert got == wanted, f"{name}: completed with {len(got)} of {len(wanted)} tokens"
             else:
                 assert answer.outcome.reason is not None, f"{name}: ended without a reason"
+            if answer.resumable:
+                self.comebacks.judge(answer)
 
     def reference(self, spec: RequestSpec) -> list[int]:
         """Return the ids of an undisturbed run in one process."""

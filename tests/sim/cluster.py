@@ -86,6 +86,14 @@ class Scenario:
     isolated: str = ""
     """Who that is; empty: anybody."""
     faults: Faults = CALM
+    gateways: int = 1
+    resumable: float = 0.0
+    """Share of requests whose clients come back when their connection breaks."""
+    breaks: int = 0
+    """Connections of resumable requests that break, noticed by their gateway or not."""
+    gateway_freezes: int = 0
+    abandons: int = 0
+    """Resumable requests whose clients never come back."""
 
 
 def draw(seed: int) -> Scenario:
@@ -124,6 +132,11 @@ def draw(seed: int) -> Scenario:
         echoes=random.choice((0, 0, 3, 12)),
         poisons=0 if calm else random.choice((0, 0, 0, 1)),
         isolations=0 if calm else random.choice((0, 0, 0, 1)),
+        gateways=random.choice((1, 1, 2)),
+        resumable=random.choice((0.0, 0.5, 1.0)),
+        breaks=random.choice((0, 4, 12)),
+        gateway_freezes=0 if calm else random.choice((0, 0, 0, 2)),
+        abandons=random.choice((0, 0, 2)),
     )
 
 
@@ -158,8 +171,10 @@ class Cluster:
         """Request -> index of the output token whose computation is fatal."""
         self.step_records: dict[str, LastStep] = {}
         """What each worker's file says of its step in flight: it outlives the process."""
+        self.wiped = False
+        """The ledger has lost everything at some time."""
         self.clients = Clients(self)
-        names = [(Role.GATEWAY, "gateway-0")]
+        names = [(Role.GATEWAY, f"gateway-{n}") for n in range(self.scenario.gateways)]
         names += [(Role.ROUTER, f"router-{n}") for n in range(self.scenario.routers)]
         names += [(Role.PREFILL, f"prefill-{n}") for n in range(self.scenario.prefills)]
         names += [(Role.DECODE, f"decode-{n}") for n in range(self.scenario.decodes)]
@@ -167,6 +182,9 @@ class Cluster:
 
     def _schedule(self, delay: float, fn: Callable[[], None]) -> None:
         self.clock.call_later(delay, fn)
+
+    def gateways(self) -> list[Process]:
+        return [each for each in self.processes.values() if each.role is Role.GATEWAY]
 
     # --- what processes need ------------------------------------------------------------------
 
@@ -257,9 +275,9 @@ class Cluster:
         self.network.faults = self.scenario.faults
 
     def _unready(self) -> bool:
-        gateway = self.processes["gateway-0"]
-        if not gateway.alive or gateway.frozen or gateway.machine.unready() is not None:
-            return True
+        for gateway in self.gateways():
+            if not gateway.alive or gateway.frozen or gateway.machine.unready() is not None:
+                return True
         return not any(
             process.alive
             and process.role is Role.DECODE
@@ -299,6 +317,10 @@ class Cluster:
             self._disturb_ledger(clock.random.uniform(0, scenario.spread_s))
         for _ in range(scenario.gateway_kills):
             clock.call_later(clock.random.uniform(0, scenario.spread_s), self._kill_gateway)
+        for _ in range(scenario.gateway_freezes):
+            self._freeze(clock.random.choice(self.gateways()))
+        for _ in range(scenario.breaks):
+            clock.call_later(clock.random.uniform(0, scenario.spread_s), self._break_one)
 
     def _freeze(self, victim: Process) -> None:
         at = self.clock.random.uniform(0, self.scenario.spread_s)
@@ -318,24 +340,46 @@ class Cluster:
             process, seq = self.clock.random.choice(speaking)
             index = self.clock.random.randrange(len(seq.output))
             wanted = TokensWanted(seq.spec.request_id, seq.epoch, index)
-            process.feed(Received(seq.spec.gateway, wanted))
+            process.feed(Received(seq.gateway, wanted))
 
     def _ask(self) -> None:
-        gateway = self.processes["gateway-0"]
-        if not gateway.alive or gateway.frozen:
+        there = [each for each in self.gateways() if each.alive and not each.frozen]
+        if not there:
             return
-        answer = self.clients.ask()
+        gateway = there[0] if len(there) == 1 else self.clock.random.choice(there)
+        share = self.scenario.resumable
+        resumable = bool(share) and self.clock.random.random() < share
+        answer = self.clients.ask(resumable=resumable, gateway=gateway)
         if len(self.poison) < self.scenario.poisons:
             fatal = self.clock.random.choice((0, 1, 5))
             self.poison[answer.spec.request_id] = fatal
             self.tell("client", "poison", {"request_id": answer.spec.request_id, "at": fatal})
+        if resumable and self.clock.random.random() < self.scenario.abandons / 10:
+            answer.abandoned = True
+            self.clock.call_later(
+                self.clock.random.choice((0.05, 0.5)),
+                lambda: self.clients.comebacks.lose(answer, noticed=True),
+            )
         if self.clock.random.random() < self.scenario.cancels / self.scenario.requests:
             wait = self.clock.random.choice((0.0005, 0.01, 0.05, 0.3, 1.0))
             self.clock.call_later(wait, lambda: self.clients.cancel(answer))
 
     def _kill_gateway(self) -> None:
-        self.clients.gateway_dies()
-        self.processes["gateway-0"].kill()
+        victim = self.clock.random.choice(self.gateways())
+        if victim.alive:
+            self.clients.gateway_dies(victim)
+            victim.kill()
+
+    def _break_one(self) -> None:
+        """The network of one client breaks."""
+        reading = [
+            answer
+            for answer in self.clients.answers.values()
+            if answer.resumable and answer.known and answer.outcome is None and answer.reader
+        ]
+        if reading:
+            noticed = self.clock.random.random() < 0.5
+            self.clients.comebacks.lose(self.clock.random.choice(reading), noticed=noticed)
 
     def _cut_a_link(self, at: float) -> None:
         clock, network = self.clock, self.network
@@ -387,9 +431,13 @@ class Cluster:
             clock.call_later(at, ledger.freeze)
             clock.call_later(at + seconds, ledger.thaw)
         elif kind == "wipe":
-            clock.call_later(at, ledger.wipe)
+            clock.call_later(at, self._wipe)
         else:
             clock.call_later(at, lambda: ledger.lose_replies(5))
+
+    def _wipe(self) -> None:
+        self.wiped = True
+        self.ledger.wipe()
 
     def calm_down(self) -> None:
         """The faults stop."""
@@ -410,7 +458,7 @@ class Cluster:
         names = [answer.spec.request_id for answer in self.clients.open()]
         assert ended, f"no outcome in bounded time for {names}"
         ready = self.clock.run_while(self._unready, 15.0)
-        assert ready, f"not ready again: {self.processes['gateway-0'].machine.unready()}"
+        assert ready, f"not ready again: {[g.machine.unready() for g in self.gateways()]}"
         self.clients.judge()
         self.clock.run_for(5.0)
         last = self.clients.ask(tokens=40, max_tokens=8)
@@ -451,6 +499,6 @@ class Cluster:
             elif process.role is Role.ROUTER:
                 if machine.state.entries:
                     found.append(f"{name}: {list(machine.state.entries)}")
-            elif machine.status()["sessions"]:
-                found.append(f"{name}: sessions")
+            elif machine.state.sessions or machine.state.kept:
+                found.append(f"{name}: {list(machine.state.sessions)} {list(machine.state.kept)}")
         return found

@@ -2,9 +2,9 @@
 
 An effect of a lower epoch is a change of what a machine holds for a request by a message with an
 epoch below its own; an effect of a lower turn is one by a router that lost the request to another,
-told on a worker by the message's turn, on the gateway by who sends it. A store without permission
-is one that begins although the owner's records do not say FILLING for this very writer, epoch and
-generation.
+told on a worker by the message's turn, on the gateway by who sends it; a gateway that lost it to
+another has no effect on a worker either. A store without permission is one that begins although the
+owner's records do not say FILLING for this very writer, epoch and generation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.core.ids import Peer, Role
 from baton.core.lifecycles import BlockState
 from baton.ports.transport import Received
 from baton.prefill.io import ChunkRow
-from baton.wire.messages import TokenChunk
+from baton.wire.messages import RequestResumed, TokenChunk
 
 if TYPE_CHECKING:
     from sim.cluster import Cluster
@@ -43,8 +43,12 @@ def _is_old(role: Role, holder: Any, said: Any, sender: Peer) -> bool:
         return False
     if hasattr(said, "epoch") and said.epoch < holder.epoch:
         return True
+    if isinstance(said, RequestResumed):
+        return bool(said.turn <= holder.turn)
     if role is Role.GATEWAY:
         return sender.worker_id.startswith("router") and sender != holder.router
+    if sender.worker_id.startswith("gateway"):
+        return bool(sender != holder.gateway)
     return hasattr(said, "turn") and said.turn < holder.turn
 
 

@@ -21,7 +21,7 @@ from baton.decode.takeover import take_stock
 from baton.decode.work import Turns, bring, probe, run_step, verify
 from baton.engine.fake import FakeEngine
 from baton.gateway.machine import GatewayMachine
-from baton.gateway.vocabulary import Deliver, End, ReportsReady
+from baton.gateway.vocabulary import Deliver, End, NotResumed, Ready, ReportsReady
 from baton.ports.channel import ArenaInUse, BlockMark
 from baton.ports.driving import (
     CallLedger,
@@ -363,7 +363,7 @@ class Process:
                 self._thread(0.001, lambda: self.chunks.unmap(command))
             case RunChunk():
                 self._chunk(command)
-            case Deliver() | End() | ReportsReady():
+            case Deliver() | End() | Ready() | NotResumed() | ReportsReady():
                 self.cluster.clients.on_command(self, command)
             case _:
                 raise AssertionError(f"nobody executes {type(command).__name__}")

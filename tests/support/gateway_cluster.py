@@ -33,14 +33,31 @@ from baton.gateway.machine import GatewayMachine
 from baton.gateway.server import GatewayServer
 from baton.gateway.serving import Serving
 from baton.gateway.tokens import load_model_text
-from baton.gateway.vocabulary import ClientsLeft, Deliver, End, LeaveClients, ReportsReady
-from baton.ports.ledger import AnyOp, Done, Reply, Unavailable
+from baton.gateway.vocabulary import (
+    ClientsLeft,
+    Deliver,
+    End,
+    LeaveClients,
+    NotResumed,
+    Ready,
+    ReportsReady,
+)
+from baton.ports.ledger import (
+    AnyOp,
+    ClaimResumable,
+    CloseResumable,
+    Done,
+    OpenResumable,
+    Reply,
+    Unavailable,
+)
 from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.runtime import logs
 from baton.runtime.clock import BootClock
 from baton.runtime.driver import Driver
 from baton.runtime.metrics import Metrics
 from baton.runtime.settings import GatewayConfig
+from baton.sim.resumables import ResumableModel
 from baton.wire.messages import (
     AnyMessage,
     FenceRequest,
@@ -119,9 +136,11 @@ class _Ledger:
 
     def call(self, op: AnyOp, done: Callable[[Reply | Unavailable], None]) -> None:
         self.ops.append(op)
-        answer: Reply | Unavailable = (
-            Unavailable("away") if self.away else Done(epoch=1, state=RequestState.COMPLETED)
-        )
+        answer: Reply | Unavailable = Done(epoch=1, state=RequestState.COMPLETED)
+        if self.away:
+            answer = Unavailable("away")
+        elif isinstance(op, OpenResumable | ClaimResumable | CloseResumable):
+            answer = self._cluster.resumables.execute(op, int(BootClock().now() * 1000))
         asyncio.get_running_loop().call_soon(done, answer)
         self._cluster.changed()
 
@@ -167,6 +186,10 @@ class GatewayCluster:
     )
     model_folder: Path | None = None
     """A prepared model; the fake one otherwise."""
+    resumables: ResumableModel = field(default_factory=ResumableModel)
+    """The ledger's; two gateways that share it are two of one cluster."""
+    me: Peer = ME
+    compat: str = "fake"
 
     def __post_init__(self) -> None:
         self.works: dict[str, Work] = {}
@@ -208,12 +231,12 @@ class GatewayCluster:
         self.loop.run_forever()
 
     async def _start(self) -> None:
-        self.machine = GatewayMachine(ME, self.limits, self.mode)
-        self.metrics = Metrics(Role.GATEWAY, ME.worker_id, "fake")
+        self.machine = GatewayMachine(self.me, self.limits, self.mode)
+        self.metrics = Metrics(Role.GATEWAY, self.me.worker_id, "fake")
         log = logs.configure("info", stream=self.log)
         self.ledger = _Ledger(self)
         feed = lambda event: self.driver.feed(event)  # noqa: E731, PLW0108 - made below
-        self.exchange = Exchange(feed, self._buffer())
+        self.exchange = Exchange(feed, self._buffer(), self.limits.resume_bytes_max)
         self.driver = Driver(
             self.machine,
             transport=_Transport(self),
@@ -222,9 +245,9 @@ class GatewayCluster:
             log=log,
             clock=BootClock(),
             executors={
-                Deliver: self.exchange.execute,
-                End: self.exchange.execute,
-                ReportsReady: self.exchange.execute,
+                **dict.fromkeys(
+                    (Deliver, End, Ready, NotResumed, ReportsReady), self.exchange.execute
+                ),
                 LeaveClients: lambda _: self.server.leave(lambda: feed(ClientsLeft())),
             },
             end=lambda code, reason: self.exits.append((code, reason)),
@@ -232,7 +255,8 @@ class GatewayCluster:
             check=True,
         )
         self.serving = Serving(
-            me=ME,
+            me=self.me,
+            compat=self.compat,
             text=self._text,
             model_name=self._text.info.name,
             config=self.config,

@@ -916,7 +916,7 @@ def test_a_failure_without_a_router_is_told_to_the_one_that_adopts() -> None:
     play.lose(P, gone=True)
     play.up(R1, Role.ROUTER)
     unknown = sent(R1, WorkFailed, request_id="r", epoch=1, reason=Reason.UNKNOWN_ATTEMPT)
-    play.hear(R1, WorkAdopted("r", 1, 2), unknown)
+    play.hear(R1, WorkAdopted("r", 1, 2, G), unknown)
 
 
 def test_an_adopted_attempt_runs_on_and_reports_to_its_new_router() -> None:
@@ -924,9 +924,9 @@ def test_an_adopted_attempt_runs_on_and_reports_to_its_new_router() -> None:
     play = Decode()
     play.local(spec())
     play.up(R1, Role.ROUTER)
-    play.hear(R1, WorkAdopted("r", 1, 2), sent(R1, DecodeReserved, request_id="r", epoch=1))
+    play.hear(R1, WorkAdopted("r", 1, 2, G), sent(R1, DecodeReserved, request_id="r", epoch=1))
     play.hear(R, CancelWork("r", 1, Reason.SUPERSEDED, 1))
-    play.hear(R, WorkAdopted("r", 1, 1))
+    play.hear(R, WorkAdopted("r", 1, 1, G))
     play.stepped((50,), ADVANCED, STEP, sent(G, TokenChunk))
     failed = sent(R1, WorkFailed, request_id="r", reason=Reason.NO_LINK)
     play.lose(G, failed)
@@ -946,7 +946,7 @@ def test_an_attempt_of_a_later_epoch_is_not_adopted_by_an_older_word() -> None:
     """The asking router is behind: it hears of that from the ledger."""
     play = Decode()
     play.local(spec(), epoch=3)
-    play.hear(R1, WorkAdopted("r", 2, 5))
+    play.hear(R1, WorkAdopted("r", 2, 5, G))
     assert play.machine.state.sequences["r"].router == R
 
 

@@ -110,7 +110,7 @@ def test_a_pool_that_would_break_the_hash_tag_is_refused(pool: str) -> None:
         ),
         ([b"orphans", b"r1", b"r2"], Orphans(("r1", "r2"))),
         ([b"conflict"], Conflict(0, None)),
-        ([b"conflict", 3, b"decoding", b""], Conflict(3, S.DECODING)),
+        ([b"conflict", 3, b"decoding", b"", 2], Conflict(3, S.DECODING, turn=2)),
         ([b"lost", b"abc"], LeaseLost("abc")),
         ([b"held", b"id", 0, 2, b"nobody", b"\xff/x"], LeaseHeld("id", False, (), ())),
         ([b"held", b"id", 0, 0, b"\xc1"], LeaseHeld("id", False, (), ())),
@@ -130,7 +130,7 @@ def test_replies_are_read(reply: RespReply, wanted: object) -> None:
         [b"done", 1],
         [b"done", b"1", b"placed", 1],
         [b"done", 1, b"napping", 1],
-        [b"conflict", 1, b"completed", b"\xc1"],
+        [b"conflict", 1, b"completed", b"\xc1", 1],
     ],
 )
 def test_anything_else_is_a_bug_and_says_so(reply: RespReply) -> None:

@@ -111,6 +111,7 @@ def _value(name: str, wanted: Any) -> Any:
         "outcome": {"ending": "failed"},
         "decode": ["decode-0", 2],
         "peer": ["decode-0", 1],
+        "gateway": ["gateway-0", 1],
         "arena": {
             "path": "/a",
             "device": 1,

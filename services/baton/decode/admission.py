@@ -41,7 +41,7 @@ class Admission:
                 Reason.TOO_LONG,
                 f"prompt and answer need more than the arena's {capacity} tokens",
             )
-        if spec.gateway not in state.peers:
+        if spec.gateway not in state.peers and not spec.resume_ms:
             return Reason.NO_LINK, f"no link to {spec.gateway} yet"
         if message.prefill is not None and message.prefill not in self.handover.writers:
             return Reason.NO_LINK, f"{message.prefill} has not mapped this arena yet"

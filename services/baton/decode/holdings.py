@@ -22,7 +22,7 @@ def holdings_of(state: State, handover: Handover, imports: Imports) -> Holdings:
                 request_id=seq.spec.request_id,
                 epoch=seq.epoch,
                 stage=seq.stage.value,
-                gateway=seq.spec.gateway,
+                gateway=seq.gateway,
                 router=seq.router,
                 decode=state.me,
                 blocks=tuple(seq.blocks),

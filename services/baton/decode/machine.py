@@ -32,6 +32,7 @@ from baton.decode.io import (
     WriterProbed,
 )
 from baton.decode.output import Output
+from baton.decode.readers import Readers
 from baton.decode.scheduler import Scheduler
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
@@ -41,6 +42,7 @@ from baton.ports.ledger import AdvanceRequest, EndRequest, Unavailable
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.wire.holdings import Holdings
 from baton.wire.messages import (
+    ID_BYTES,
     AnyMessage,
     ArenaMapped,
     ArenaRef,
@@ -52,6 +54,7 @@ from baton.wire.messages import (
     PrefillFailed,
     RequestEnded,
     ReserveDecode,
+    TokensBounded,
     TokensWanted,
     WorkAdopted,
     WorkerStatus,
@@ -107,6 +110,7 @@ class DecodeMachine:
         self.imports = Imports(self.state)
         self.admission = Admission(self.state, self.handover, self.imports, self.scheduler)
         self.output = Output(self.state)
+        self.readers = Readers(self.state, self.output, self.scheduler)
         self.departure = Departure(self.state)
         self.left = left
         self.exited = False
@@ -142,7 +146,8 @@ class DecodeMachine:
         over = [*self.state.pinned, *self.imports.dropped()]
         for seq in [*self.state.sequences.values(), *over]:
             assert seq.computed <= seq.length
-            assert seq.stage is not Stage.FINISHED or not seq.blocks
+            assert seq.stage not in (Stage.FINISHED, Stage.PAUSED) or not seq.blocks
+            assert seq.away_since is None or seq.spec.resume_ms
             assert len(seq.blocks) == len(set(seq.blocks))
             for number in seq.blocks:
                 references[number] = references.get(number, 0) + 1
@@ -208,9 +213,11 @@ class DecodeMachine:
             case CancelWork():
                 self._cancel_work(message)
             case WorkAdopted():
-                self._adopted(peer, message)
-            case RequestEnded(request_id, epoch, outcome):
-                self._cancel(request_id, epoch, outcome.reason)
+                self._adopted(peer, message, now)
+            case RequestEnded():
+                self._ended(peer, message)
+            case TokensBounded():
+                self.readers.bounded(peer, message)
             case TokensWanted(request_id, epoch, index):
                 self.output.resend(peer, request_id, epoch, index)
             case _:
@@ -224,6 +231,12 @@ class DecodeMachine:
         spec, epoch = message.spec, message.epoch
         known = self.state.sequences.get(spec.request_id)
         if known is not None and known.epoch >= epoch:
+            if known.epoch == epoch and known.turn < message.turn:
+                # It was placed once more: the ledger had lost that it was, and where.
+                held = len(message.output) // ID_BYTES
+                whom = message.turn, spec.gateway, held
+                adopted = WorkAdopted(spec.request_id, epoch, *whom)
+                self._adopted(router, adopted, now)
             if known.epoch > epoch:
                 text = f"epoch {known.epoch} is here"
                 self.admission.refuse(router, spec.request_id, epoch, Reason.STALE_EPOCH, text)
@@ -244,12 +257,13 @@ class DecodeMachine:
                 self.admission.refuse(router, spec.request_id, epoch, *refusal)
                 return
         self.state.sequences[spec.request_id] = seq
+        self.readers.begin(seq, now)
         self.state.measure("prefix_cache_queries_total", seq.length)
         self.state.measure("prefix_cache_hits_total", seq.cached_tokens)
         if seq.finish is not None:
             # Only the word that it is complete was missing.
             self._reserved(seq)
-            self.output.queue_run(seq, seq.forced)
+            self.output.queue_run(seq, seq.held)
             self.output.finish(seq, now)
         elif seq.stage is not Stage.IMPORTING:
             if seq.forced or message.source:
@@ -279,12 +293,16 @@ class DecodeMachine:
         self.state.recovered(seq, "import" if event.sums else "local")
         self._reserved(seq)
 
-    def _adopted(self, router: Peer, message: WorkAdopted) -> None:
+    def _adopted(self, router: Peer, message: WorkAdopted, now: float) -> None:
         """Another router answers for the attempt from now on; without one here it has to know."""
         request_id, epoch = message.request_id, message.epoch
         seq = self.state.sequences.get(request_id)
         if seq is not None and seq.epoch == epoch and seq.stage is Stage.MOVED:
             self._drop(seq)  # its router took it away, and did not come to place it elsewhere
+            seq = None
+        mine = seq is not None and seq.epoch == epoch and seq.turn <= message.turn
+        if seq is not None and mine and not self.readers.adopted(seq, message, now):
+            self._drop(seq)  # it is computed again, with all that its gateway has to be told
             seq = None
         if seq is None or seq.epoch < epoch:
             text = f"{self.state.me} has no such attempt"
@@ -355,6 +373,7 @@ class DecodeMachine:
         seq.running_since = now
         self.state.measure("generation_tokens_total")
         self.output.emit_token(seq, commit.first_id, commit.first_logprob, now)
+        self.readers.pause(seq)
 
     # --- stepping -----------------------------------------------------------------------------
 
@@ -385,6 +404,7 @@ class DecodeMachine:
             if committed_at is not None:
                 self.state.measure("first_decode_seconds", now - committed_at)
             self.output.emit_token(seq, sampled.token_id, sampled.logprob, now)
+            self.readers.pause(seq)
         self._release_dropped()
 
     def _step_failed(self, event: StepFailed) -> None:
@@ -411,6 +431,14 @@ class DecodeMachine:
             self._move(request_id, epoch)
         else:
             self._cancel(request_id, epoch, message.reason)
+
+    def _ended(self, gateway: Peer, message: RequestEnded) -> None:
+        """A gateway that lost the request to another one has no say."""
+        seq = self.state.sequences.get(message.request_id)
+        if seq is not None and seq.gateway != gateway:
+            self.state.measure("stale_messages_total", kind="turn")
+        else:
+            self._cancel(message.request_id, message.epoch, message.outcome.reason)
 
     def _cancel(self, request_id: str, epoch: int, reason: Reason | None) -> None:
         seq = self.state.sequences.get(request_id)
@@ -465,6 +493,8 @@ class DecodeMachine:
         self.state.peers[member.peer] = member
         if member.role is Role.PREFILL:
             self.handover.offer(member.peer)
+        if member.role is Role.GATEWAY:
+            self.readers.gateway_up(member.peer)
         if member.role is Role.ROUTER:
             self.beacon.forget()
             if self.left is not None:
@@ -483,18 +513,25 @@ class DecodeMachine:
             for seq in self.departure.router_lost(peer):
                 self._drop(seq)
         if member.role is Role.GATEWAY:
-            for seq in [s for s in self.state.sequences.values() if s.spec.gateway == peer]:
-                self._gateway_lost(seq, event)
+            for seq in [s for s in self.state.sequences.values() if s.gateway == peer]:
+                self._gateway_lost(seq, event, now)
 
-    def _gateway_lost(self, seq: Sequence, event: PeerLost) -> None:
-        """Its tokens reach nobody from here. If the gateway is over, the owner ends the request in
-        its place; otherwise the router knows a way (or finds that it is over)."""
-        self._drop(seq)
+    def _gateway_lost(self, seq: Sequence, event: PeerLost, now: float) -> None:
+        """Its tokens reach nobody from here. If the gateway is over, so is the request, unless it
+        may be resumed; otherwise the router knows a way (or finds that it is over)."""
         if not event.gone:
+            self._drop(seq)
             self.state.work_failed(
                 seq, Reason.NO_LINK, f"{event.peer} cannot be reached: {event.reason}"
             )
-            return
+        elif seq.spec.resume_ms:
+            self.readers.away(seq, now)
+        else:
+            self._end_for_lost_gateway(seq)
+
+    def _end_for_lost_gateway(self, seq: Sequence) -> None:
+        """The owner ends the request in its gateway's place."""
+        self._drop(seq)
         self.state.note("cancelled", seq, reason=Reason.GATEWAY_LOST, stage=seq.stage.value)
         outcome = Outcome(
             Ending.CANCELLED, reason=Reason.GATEWAY_LOST, completion_tokens=len(seq.output)
@@ -546,9 +583,11 @@ class DecodeMachine:
         if now < self.beat_at:
             return
         self.beat_at = now + limits.lease_renew_ms / 1000
+        for seq in self.readers.given_up(now):
+            self._end_for_lost_gateway(seq)
         keep = limits.terminal_ttl_ms / 1000
         for seq in self.state.live(Stage.FINISHED):
-            if now - seq.finished_at > keep:
+            if seq.away_since is None and now - seq.finished_at > keep:
                 self.state.note("end_never_heard", seq, level="warning")
                 self._drop(seq)
 
@@ -565,7 +604,8 @@ class DecodeMachine:
                 self._exit(EXIT_RESTART, "restart")
             return
         self.departure.offer()
-        held = self.state.sequences or self.handover.tickets or self.imports.running
+        working = not all(map(self.readers.waits, self.state.sequences.values()))
+        held = working or self.handover.tickets or self.imports.running
         if self.state.draining and not held and self.scheduler.step_since is None:
             self._exit_drained()
 

@@ -42,7 +42,7 @@ class Output:
 
     def queue_run(self, seq: Sequence, index: int) -> None:
         """Queue output ids from ``index`` on for the sequence's gateway."""
-        start = max(index, seq.forced)
+        start = max(index, seq.held)
         logprobs = tuple(seq.logprobs[start - seq.forced :]) if seq.logprobs else ()
         run = TokenRun(
             request_id=seq.spec.request_id,
@@ -54,11 +54,11 @@ class Output:
             cached_tokens=seq.cached_tokens if start == 0 else 0,
         )
         seq.sent_first = True
-        self.runs.setdefault(seq.spec.gateway, []).append(run)
+        self.runs.setdefault(seq.gateway, []).append(run)
 
     def resend(self, peer: Peer, request_id: str, epoch: int, index: int) -> None:
         seq = self.state.sequences.get(request_id)
-        if seq is not None and seq.epoch == epoch and seq.spec.gateway == peer and seq.sent_first:
+        if seq is not None and seq.epoch == epoch and seq.gateway == peer and seq.sent_first:
             self.queue_run(seq, index)
 
     def flush(self) -> None:

@@ -31,6 +31,8 @@ class Stage(Enum):
     """Everything but its last token is in the blocks: it takes part in every step."""
     MOVED = "moved"
     """Stopped, its blocks kept until another worker has imported them."""
+    PAUSED = "paused"
+    """It has gone as far as it may while nobody reads; without blocks until somebody does."""
     FINISHED = "finished"
     """Complete; kept without blocks until the gateway has said how it ended."""
 
@@ -54,7 +56,7 @@ class Sequence:
     order: int
     """Arrival number: the younger gives way to the older."""
     forced: int
-    """Leading output ids that came with the reservation; the gateway has them."""
+    """Leading output ids that came with the reservation."""
     tokens: TokenIds
     """int32 [prompt + max_tokens]; the first ``length`` are known."""
     length: int
@@ -79,6 +81,18 @@ class Sequence:
     sent_first: bool = False
     offered: bool = False
     """Its router was told that it may move."""
+    gateway: Peer = field(init=False)
+    """Who reads its tokens."""
+    held: int = field(init=False)
+    """Leading output ids that the gateway has from elsewhere."""
+    away_since: float | None = None
+    """Since when it has no gateway."""
+    upto: int | None = None
+    """It may not have more output ids than that for now."""
+
+    def __post_init__(self) -> None:
+        self.gateway = self.spec.gateway
+        self.held = self.forced
 
     @classmethod
     def create(

@@ -6,11 +6,12 @@ itself, so no middleware can hide a disconnect.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from baton.gateway import info, playground
+from baton.gateway import answering, info, playground
 from baton.gateway.asgi import JSON, Headers, Receive, Request, Scope, Send
 from baton.gateway.chat import chat_completions
 from baton.gateway.completions import completions
@@ -34,6 +35,9 @@ _ROUTES: Mapping[str, tuple[str, str, Handler]] = {
     "/metrics": ("GET", "metrics", info.metrics),
 }
 _MODEL_ITEM = "/v1/models/"
+_RESUMABLE = "/v1/requests/"
+_EVENTS = "/events"
+_EXPOSED = b"x-request-id, retry-after, x-baton-resume, x-baton-resume-token"
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 
 
@@ -98,6 +102,8 @@ class App:
             request.route = "models"
             _check_method(request, "GET")
             await info.model_item(self._serving, request, path.removeprefix(_MODEL_ITEM))
+        elif path.startswith(_RESUMABLE):
+            await self._resumable(request, path.removeprefix(_RESUMABLE))
         elif (route := _ROUTES.get(path)) is not None:
             method, request.route, handler = route
             _check_method(request, method)
@@ -106,6 +112,16 @@ class App:
             await handler(self._serving, request)
         else:
             raise ApiError(404, "there is nothing at this path", None, "not_found")
+
+    async def _resumable(self, request: Request, rest: str) -> None:
+        """What a resume token names: its events, or the request itself, to be cancelled."""
+        request.route = "requests"
+        if rest.endswith(_EVENTS):
+            _check_method(request, "GET")
+            await answering.events(self._serving, request, rest.removesuffix(_EVENTS))
+        else:
+            _check_method(request, "DELETE")
+            await answering.cancel(self._serving, request, rest)
 
     def _path(self, request: Request) -> str:
         """The path below the prefix, whether or not the proxy in front has stripped it."""
@@ -135,6 +151,7 @@ class App:
                 "invalid_api_key",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
+        request.owner = hashlib.sha256(key.strip()).hexdigest()
 
     def _allows(self, origin: bytes) -> bool:
         return "*" in self._origins or origin.decode("latin-1") in self._origins
@@ -146,16 +163,21 @@ class App:
         headers: Headers = [(b"vary", b"Origin")]
         if self._allows(origin):
             headers.append((b"access-control-allow-origin", origin))
-            headers.append((b"access-control-expose-headers", b"x-request-id, retry-after"))
+            headers.append(
+                (
+                    b"access-control-expose-headers",
+                    _EXPOSED,
+                )
+            )
         return headers
 
     async def _preflight(self, request: Request) -> None:
-        headers: Headers = [(b"allow", b"GET, HEAD, POST, OPTIONS")]
+        headers: Headers = [(b"allow", b"GET, HEAD, POST, DELETE, OPTIONS")]
         origin = request.headers.get(b"origin")
         if origin is not None and self._allows(origin):
             wanted = request.headers.get(b"access-control-request-headers", b"")
             headers += [
-                (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+                (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
                 (b"access-control-allow-headers", wanted or b"authorization, content-type"),
                 (b"access-control-max-age", b"600"),
             ]

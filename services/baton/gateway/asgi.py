@@ -70,6 +70,10 @@ class Request:
         self._closes = False
         self.route = "other"
         """The endpoint's name in metrics."""
+        self.owner = ""
+        """Digest of the API key it came with, "" where there are none."""
+        self.body_digest = ""
+        """Of path and body, for a request with an idempotency key."""
         self.status = 0
         """Status answered; 0 until then."""
         self.common_headers: Headers = []

@@ -25,6 +25,9 @@ from baton.wire.messages import (
     RequestRefused,
 )
 
+#: How a request can have ended elsewhere so that its answer can still be had: by making it again.
+_WITHOUT_IDS = frozenset({Ending.COMPLETED, Ending.REFUSED})
+
 
 class Attempts:
     """All attempts of one gateway's requests."""
@@ -33,6 +36,16 @@ class Attempts:
         self.state = state
 
     # --- giving it to a router ------------------------------------------------------------------
+
+    def begin(self, session: Session, now: float) -> list[Command]:
+        """A session begins here."""
+        self.state.sessions[session.request_id] = session
+        fields = {
+            "request_id": session.request_id,
+            "prompt_tokens": session.spec.prompt_tokens,
+            "max_tokens": session.spec.max_tokens,
+        }
+        return [Note("request_submitted", fields), *self.give(session, now)]
 
     def give(self, session: Session, now: float) -> list[Command]:
         """Give the request to the router that had it, if that is linked again, else to the next
@@ -52,6 +65,7 @@ class Attempts:
             session.become(Phase.SUBMITTED)
         session.told.add(router)
         session.waiting_since = session.recovery_due = None  # it answers for it now
+        session.bound_told = 0  # whom it tells decode to send to begins without a bound
         self.state.schedule(session)
         lost = session.decode is not None and session.decode not in links
         return [Send(router, session.submission(now, decode_lost=lost))]
@@ -113,6 +127,12 @@ class Attempts:
                 Ending.CANCELLED, reason=Reason.SUPERSEDED, message="unknown to this gateway"
             )
             endings.remember(request_id, outcome, {peer})
+        elif ended.left:
+            # Not a word to workers: they hear from whoever has it. A router that does not know yet
+            # may be one that has lost it with this gateway.
+            if not ended.left_turn or self.state.links.role(peer) is not Role.ROUTER:
+                return []
+            return [Send(peer, RequestMoved(request_id, ended.left_turn))]
         elif peer in ended.told:
             return []
         else:
@@ -176,6 +196,8 @@ class Attempts:
     ) -> list[Command]:
         if message.epoch < session.epoch:
             return [Measure("stale_messages_total", labels={"kind": "epoch"})]
+        if message.outcome.ending in _WITHOUT_IDS and session.kept:
+            return self.state.resuming.lost(session, now)
         return self.state.end(session, message.outcome, now)
 
     def _refused(

@@ -85,7 +85,7 @@ class Delivery:
             count += len(run.ids)
             commands.append(
                 Deliver(
-                    request_id=session.request_id,
+                    request_id=session.name,
                     index=run.index,
                     ids=run.ids,
                     logprobs=run.logprobs,
@@ -94,6 +94,8 @@ class Delivery:
                 )
             )
         commands += self._measure(session, count, now)
+        if session.bound is not None and session.bound_told != session.epoch:
+            commands += self.state.tell_bound(session)
         if (finish := fresh[-1].finish) is not None:
             outcome = Outcome(Ending.COMPLETED, finish=finish, completion_tokens=len(session.ids))
             return [*commands, *self.state.end(session, outcome, now)]

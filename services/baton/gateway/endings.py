@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton.core.ids import Peer
 from baton.core.lifecycles import TERMINAL
-from baton.core.outcomes import Ending, Outcome
+from baton.core.outcomes import Ending, Outcome, Reason
 from baton.gateway.timers import Timers
 from baton.gateway.vocabulary import Command, End
 from baton.ports.driving import CallLedger, LedgerAnswered, Note
@@ -33,6 +33,7 @@ REPEAT_EARLY_S = 1.0
 class _Ending:
     op: EndRequest
     since: float
+    name: str
     client_told: bool
     early: bool
     """A router may be about to make its record."""
@@ -46,6 +47,10 @@ class Ended:
     outcome: Outcome
     told: set[Peer]
     """Who has been sent its ``RequestEnded``."""
+    left: bool = False
+    """It is not over, only not this gateway's any more."""
+    left_turn: int = 0
+    """The turn since which another gateway has it, if it is known."""
 
 
 class Endings:
@@ -73,6 +78,12 @@ class Endings:
         while len(self.recent) > RECENT_MAX:
             self.recent.popitem(last=False)
 
+    def leave(self, request_id: str, turn: int) -> None:
+        """Somebody else answers for ``request_id``, since ``turn`` if that is known (not 0)."""
+        self.remember(request_id, Outcome(Ending.CANCELLED, reason=Reason.SUPERSEDED), set())
+        ended = self.recent[request_id]
+        ended.left, ended.left_turn = True, turn
+
     def unheard(self, peer: Peer) -> None:
         """A link is over: what was said on it may be lost, so it is said again when asked."""
         for ended in self.recent.values():
@@ -88,25 +99,28 @@ class Endings:
         tell_first: bool,
         retry_after_ms: int = 0,
         early: bool = False,
+        name: str = "",
     ) -> list[Command]:
         """Propose ``outcome`` to the ledger.
 
         The client of a completed request is told when the ledger has answered, so that it is told
         the one outcome there is; with ``tell_first`` (nobody else could have ended it otherwise,
         or nobody listens) it does not wait. ``early``: the request was given to a router and may
-        have no record yet; if so, the end is repeated once.
+        have no record yet; if so, the end is repeated once. ``name`` is what the client calls the
+        request.
         """
         op = EndRequest(request_id=request_id, epoch=epoch, outcome=outcome, by=self._me)
-        self._waiting[request_id] = _Ending(op, now, client_told=tell_first, early=early)
+        name = name or request_id
+        self._waiting[request_id] = _Ending(op, now, name, client_told=tell_first, early=early)
         commands: list[Command] = []
         if tell_first:
-            commands.append(End(request_id, outcome, retry_after_ms))
+            commands.append(End(name, outcome, retry_after_ms))
         commands.append(CallLedger(op))
         if len(self._waiting) > WAITING_MAX:
             oldest, ending = self._waiting.popitem(last=False)
             self._timers.set(oldest, None)
             if not ending.client_told:
-                commands.append(End(oldest, ending.op.outcome))
+                commands.append(End(ending.name, ending.op.outcome))
             commands.append(Note("end_given_up", {"request_id": oldest}, "warning"))
         return commands
 
@@ -144,7 +158,7 @@ class Endings:
         self._timers.set(request_id, None)
         commands: list[Command] = []
         if not ending.client_told:
-            commands.append(End(request_id, outcome))
+            commands.append(End(ending.name, outcome))
         if outcome.ending is not ending.op.outcome.ending:
             fields = {
                 "request_id": request_id,
@@ -159,7 +173,7 @@ class Endings:
         commands: list[Command] = []
         if not ending.client_told:
             ending.client_told = True
-            commands.append(End(request_id, ending.op.outcome))
+            commands.append(End(ending.name, ending.op.outcome))
         if now - ending.since >= REPEAT_FOR_S:
             del self._waiting[request_id]
             return [*commands, Note("end_given_up", {"request_id": request_id}, "warning")]

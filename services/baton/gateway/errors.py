@@ -25,13 +25,18 @@ _TYPES = {
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
+    409: "conflict_error",
+    410: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    422: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
 RETRY_AFTER_DEFAULT_MS = 1_000
+#: Why a request was cancelled whose client may come back all the same.
+_NOBODY_THERE = frozenset({Reason.GATEWAY_LOST, Reason.CLIENT_DISCONNECTED})
 
 
 @dataclass(slots=True)
@@ -99,6 +104,28 @@ def context_exceeded(limit: int, prompt: int, wanted: int | None, param: str) ->
     return ApiError(400, message, param, "context_length_exceeded")
 
 
+def resumed_elsewhere() -> ApiError:
+    """The end of an answer whose client reads it on another connection."""
+    return ApiError(
+        409,
+        "this answer was resumed on another connection",
+        None,
+        str(Reason.SUPERSEDED),
+        admitted=True,
+    )
+
+
+def expired() -> ApiError:
+    """The end of a request for which nobody came back."""
+    return ApiError(
+        410,
+        "nobody came back for this request within its window; send it again",
+        None,
+        "resume_expired",
+        admitted=True,
+    )
+
+
 def of_outcome(outcome: Outcome, retry_after_ms: int = 0) -> ApiError:
     """The error of a request that was not completed."""
     code = str(outcome.reason) if outcome.reason is not None else str(outcome.ending)
@@ -110,6 +137,10 @@ def of_outcome(outcome: Outcome, retry_after_ms: int = 0) -> ApiError:
         return ApiError(
             status, message, None, code, retry_after_ms=retry_after_ms or RETRY_AFTER_DEFAULT_MS
         )
+    if outcome.ending is Ending.CANCELLED and outcome.reason is Reason.SUPERSEDED:
+        return resumed_elsewhere()
+    if outcome.ending is Ending.CANCELLED and outcome.reason in _NOBODY_THERE:
+        return expired()
     if outcome.ending is Ending.EXPIRED:
         return ApiError(504, message, None, code, admitted=True)
     return ApiError(500, message, None, code, admitted=True)

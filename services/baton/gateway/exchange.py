@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.gateway.vocabulary import (
+    CancelWanted,
     ClientGone,
     Deliver,
     End,
     Event,
+    NotResumed,
+    ReaderBack,
+    ReaderGone,
+    Ready,
     ReportsReady,
     ReportsWanted,
+    ResumableWanted,
+    ResumeWanted,
     StopMatched,
     Submitted,
+    Unresumable,
 )
 from baton.wire.messages import RequestSpec
 
@@ -33,57 +42,137 @@ _TOO_LATE = Outcome(
 Item = Deliver | End
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A client's wish for a resumable request, and the name under which it is answered."""
+
+    name: str
+    event: ResumableWanted | ResumeWanted
+
+
 class Exchange:
     """All open streams of this gateway."""
 
-    def __init__(self, post: Callable[[Event], None], buffer_bytes_max: int) -> None:
+    def __init__(
+        self, post: Callable[[Event], None], buffer_bytes_max: int, resume_bytes_max: int = 0
+    ) -> None:
         self._post = post
         self._buffer_bytes_max = buffer_bytes_max
+        self._resume_bytes_max = resume_bytes_max
+        """What a reader that comes back may be told at once, beyond the buffer."""
         self._streams: dict[str, Stream] = {}
+        self._readers: dict[str, Stream] = {}
+        """Who reads a resumable request."""
+        self._claims: dict[str, asyncio.Future[Ready | NotResumed]] = {}
         self._reports: dict[int, asyncio.Future[dict[str, bytes]]] = {}
         self._next_token = 1
         self._over = False
 
-    def execute(self, command: Deliver | End | ReportsReady) -> None:
+    def execute(self, command: Deliver | End | ReportsReady | Ready | NotResumed) -> None:
         """Carry out one of the machine's commands."""
-        if isinstance(command, ReportsReady):
-            future = self._reports.pop(command.token, None)
-            if future is not None and not future.done():
-                future.set_result(command.bodies)
-            return
-        stream = self._streams.get(command.request_id)
+        match command:
+            case ReportsReady():
+                future = self._reports.pop(command.token, None)
+                if future is not None and not future.done():
+                    future.set_result(command.bodies)
+            case Ready() | NotResumed():
+                claim = self._claims.pop(command.claim, None)
+                if claim is not None and not claim.done():
+                    claim.set_result(command)
+                elif isinstance(command, Ready):
+                    self.unread(command.resumable_id)
+            case Deliver() | End():
+                self._tell(command)
+
+    def _tell(self, item: Item) -> None:
+        stream = self._streams.get(item.request_id)
         if stream is None:
             return
-        if isinstance(command, End):
-            del self._streams[command.request_id]
-        stream.put(command)
+        if isinstance(item, End):
+            del self._streams[item.request_id]
+        stream.put(item)
+        if not stream.open_ids and self._readers.get(stream.resumable_id) is stream:
+            del self._readers[stream.resumable_id]
 
-    def open(self, specs: Sequence[RequestSpec]) -> Stream:
+    # --- streams --------------------------------------------------------------------------------
+
+    def open(self, specs: Sequence[RequestSpec], resumable_id: str = "") -> Stream:
         """Submit the choices of one client request; they share a stream."""
-        stream = Stream(self, [spec.request_id for spec in specs], self._buffer_bytes_max)
-        for spec in specs:
-            self._streams[spec.request_id] = stream
+        stream = self._reader(resumable_id, [spec.request_id for spec in specs])
         for spec in specs:
             if self._over:
                 # The machine hears nothing any more, but the socket is still there for a moment.
                 self.execute(End(spec.request_id, _TOO_LATE))
             else:
-                self._post(Submitted(spec))
+                self._post(Submitted(spec, resumable_id))
         return stream
+
+    def attach(self, resumable_id: str, request_ids: Sequence[str]) -> Stream:
+        """Read a resumable request that is here, from its first id on; who read it before is told
+        so."""
+        stream = self._reader(resumable_id, request_ids)
+        self._post(ReaderBack(resumable_id))
+        return stream
+
+    def _reader(self, resumable_id: str, request_ids: Sequence[str]) -> Stream:
+        bytes_max = self._buffer_bytes_max + (self._resume_bytes_max if resumable_id else 0)
+        stream = Stream(self, request_ids, bytes_max, resumable_id)
+        if resumable_id:
+            before = self._readers.pop(resumable_id, None)
+            self._readers[resumable_id] = stream
+            if before is not None:
+                before.leave(Reason.SUPERSEDED)
+        self._streams.update(dict.fromkeys(request_ids, stream))
+        return stream
+
+    async def claim(self, claim: Claim) -> Ready | NotResumed:
+        """Ask for a resumable request. Whoever is given one opens, attaches or leaves it unread
+        before anything else is awaited."""
+        future: asyncio.Future[Ready | NotResumed] = asyncio.get_running_loop().create_future()
+        if self._over:
+            return _too_late(claim.name)
+        self._claims[claim.name] = future
+        try:
+            self._post(claim.event)
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                ready = future.result()
+                if isinstance(ready, Ready):
+                    self.unread(ready.resumable_id)
+            raise
+        finally:
+            self._claims.pop(claim.name, None)
+
+    def unread(self, resumable_id: str) -> None:
+        """Nobody reads what was just given."""
+        if resumable_id not in self._readers:
+            self._post(ReaderGone(resumable_id))
 
     def stop_matched(self, request_id: str, tokens_used: int) -> None:
         """The text of a choice ended with a stop string."""
         self._post(StopMatched(request_id, tokens_used))
 
-    def gone(self, request_ids: Iterable[str], reason: Reason) -> None:
-        """Nobody wants these any more; nothing is delivered for them from now on."""
-        for request_id in request_ids:
-            if self._streams.pop(request_id, None) is not None:
+    def gone(self, stream: Stream, request_ids: Iterable[str], reason: Reason) -> None:
+        """Nobody reads these any more; nothing is delivered for them from now on. What may be
+        resumed goes on, unless its client does not want it."""
+        open_ids = [each for each in request_ids if self._streams.get(each) is stream]
+        for request_id in open_ids:
+            del self._streams[request_id]
+        if not stream.resumable_id:
+            for request_id in open_ids:
                 self._post(ClientGone(request_id, reason))
+        elif self._readers.get(stream.resumable_id) is stream:
+            del self._readers[stream.resumable_id]
+            cancelled = reason is Reason.CLIENT_CANCELLED
+            event = CancelWanted if cancelled else ReaderGone
+            self._post(event(stream.resumable_id))
 
     def close(self) -> None:
         """The process ends, for whatever reason: nobody is left without an outcome."""
         self._over = True
+        for name in list(self._claims):
+            self.execute(_too_late(name))
         outcome = Outcome(
             Ending.FAILED,
             reason=Reason.DRAINING,
@@ -115,11 +204,23 @@ class Exchange:
         return sum(stream.buffered_bytes for stream in set(self._streams.values()))
 
 
+def _too_late(claim: str) -> NotResumed:
+    return NotResumed(claim, Unresumable.REFUSED, Reason.DRAINING, _TOO_LATE.message)
+
+
 class Stream:
     """Deliveries and ends of one client request's choices, in order."""
 
-    def __init__(self, exchange: Exchange, request_ids: Sequence[str], bytes_max: int) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        request_ids: Sequence[str],
+        bytes_max: int,
+        resumable_id: str = "",
+    ) -> None:
         self._exchange = exchange
+        self.resumable_id = resumable_id
+        """"" if a client that leaves cancels."""
         self._bytes_max = bytes_max
         self._items: list[Item] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -168,10 +269,12 @@ class Stream:
             self._wake()
 
     def close(self, reason: Reason) -> None:
-        """Cancel the choices that have no outcome yet."""
+        """Nobody reads the choices that have no outcome yet: they are cancelled, or go on for
+        whoever resumes them."""
         open_ids = list(self.open_ids)
         self.open_ids.clear()
-        self._exchange.gone(open_ids, reason)
+        if open_ids:
+            self._exchange.gone(self, open_ids, reason)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -23,16 +23,22 @@ from baton.gateway.delivery import Delivery
 from baton.gateway.endings import Endings
 from baton.gateway.links import Links, Mode
 from baton.gateway.reports import Reports
+from baton.gateway.resuming import Resuming
 from baton.gateway.session import Phase, Session
 from baton.gateway.state import State, measure_end
 from baton.gateway.vocabulary import (
+    CancelWanted,
     ClientGone,
     ClientsLeft,
     Command,
     End,
     Event,
     LeaveClients,
+    ReaderBack,
+    ReaderGone,
     ReportsWanted,
+    ResumableWanted,
+    ResumeWanted,
     StopMatched,
     Submitted,
 )
@@ -47,6 +53,7 @@ from baton.wire.messages import (
     RequestFailed,
     RequestPlaced,
     RequestRefused,
+    RequestResumed,
     TokenChunk,
 )
 
@@ -75,6 +82,7 @@ class GatewayMachine:
         self.state = State(me, limits, Links(mode), Endings(me))
         self.attempts = Attempts(self.state)
         self.delivery = Delivery(self.state)
+        self.resuming = self.state.resuming = Resuming(self.state, self.attempts)
         self._reports = Reports()
         self._others = others or spare
         self._spare = spare
@@ -98,6 +106,7 @@ class GatewayMachine:
         times = (
             self.state.timers.next_at(),
             self.state.endings.deadline(),
+            self.resuming.deadline(),
             self._reports.deadline(),
             None if self._exited else self.state.drain_due,
         )
@@ -113,6 +122,7 @@ class GatewayMachine:
             assert request_id == session.request_id
             session.check()
         state.endings.check()
+        self.resuming.check()
         self._reports.check()
 
     def _handle(self, event: Event, now: float) -> list[Command]:
@@ -128,7 +138,17 @@ class GatewayMachine:
             case LedgerAnswered():
                 if isinstance(event.op, EndRequest):
                     return self.state.endings.answered(event, now)
-                return []
+                return self.resuming.answered(event, now)
+            case ResumableWanted():
+                return self.resuming.open(event, self._refusal(), now)
+            case ResumeWanted():
+                return self.resuming.resume(event, now)
+            case ReaderGone():
+                return self.resuming.reader_gone(event, now)
+            case ReaderBack():
+                return self.resuming.reader_back(event)
+            case CancelWanted():
+                return self.resuming.cancel(event, now)
             case TimePassed():
                 return self._time_passed(now)
             case PeerUp(member):
@@ -183,6 +203,7 @@ class GatewayMachine:
             "lease": str(state.lease),
             "draining": self.draining,
             "sessions": len(state.sessions),
+            "resumables": len(state.kept),
             "phases": dict(Counter(str(s.phase.value) for s in state.sessions.values())),
             "ends_unconfirmed": state.endings.waiting,
             "peers": [str(peer) for peer in sorted(state.links)],
@@ -213,31 +234,22 @@ class GatewayMachine:
         return {
             "num_requests_running": running,
             "num_requests_waiting": len(sessions) - running,
+            "resumables": self.resuming.held,
         }
 
     # --- clients --------------------------------------------------------------------------------
 
     def _submitted(self, event: Submitted, now: float) -> list[Command]:
         spec, state = event.spec, self.state
+        if event.resumable_id:
+            return self.resuming.submitted(event, self._refusal(), now)
         if spec.request_id in state.sessions or spec.request_id in state.endings.recent:
             return [Note("duplicate_submission", {"request_id": spec.request_id}, "error")]
         if refusal := self._refusal():
             reason, message = refusal
             outcome = Outcome(Ending.REFUSED, reason=reason, message=message)
             return [End(spec.request_id, outcome), *measure_end(outcome)]
-        session = Session(spec=spec, submitted_at=now)
-        state.sessions[spec.request_id] = session
-        commands: list[Command] = [
-            Note(
-                "request_submitted",
-                {
-                    "request_id": spec.request_id,
-                    "prompt_tokens": spec.prompt_tokens,
-                    "max_tokens": spec.max_tokens,
-                },
-            )
-        ]
-        return [*commands, *self.attempts.give(session, now)]
+        return self.attempts.begin(Session(spec=spec, submitted_at=now), now)
 
     def _refusal(self) -> tuple[Reason, str] | None:
         """Why a new request is not even tried. Missing workers are the router's to judge."""
@@ -250,13 +262,13 @@ class GatewayMachine:
         return None
 
     def _client_gone(self, event: ClientGone, now: float) -> list[Command]:
-        session = self.state.sessions.get(event.request_id)
+        session = self.state.session_of(event.request_id)
         if session is None:
             return []
         return self.state.end(session, Outcome(Ending.CANCELLED, reason=event.reason), now)
 
     def _stop_matched(self, event: StopMatched, now: float) -> list[Command]:
-        session = self.state.sessions.get(event.request_id)
+        session = self.state.session_of(event.request_id)
         if session is None:
             return []
         assert 0 < event.tokens_used <= len(session.ids)
@@ -281,6 +293,8 @@ class GatewayMachine:
                 return commands
             case RequestPlaced() | FenceRequest() | RequestFailed() | RequestRefused():
                 return self.attempts.received(event, message, now)
+            case RequestResumed():
+                return self.resuming.resumed_elsewhere(message)
             case PoolStatus():
                 self.state.links.pool(event.peer, message)
                 return []
@@ -305,9 +319,11 @@ class GatewayMachine:
     def _time_passed(self, now: float) -> list[Command]:
         state = self.state
         commands = [*state.endings.time_passed(now), *self._reports.time_passed(now)]
+        commands += self.resuming.time_passed(now)
         for request_id in state.timers.pop_due(now):
             commands += self._session_due(state.sessions[request_id], now)
         if state.drain_due is not None and now >= state.drain_due:
+            commands += self.resuming.drained()
             for session in list(state.sessions.values()):
                 outcome = Outcome(
                     Ending.FAILED,
@@ -339,6 +355,7 @@ class GatewayMachine:
 
     def _leave(self, *, for_others: bool) -> list[Command]:
         commands: list[Command] = [Note("draining", {"sessions": len(self.state.sessions)})]
+        commands += self.resuming.drain()
         if for_others and not self._leaving:
             self._leaving = True
             commands.append(LeaveClients())
@@ -346,7 +363,7 @@ class GatewayMachine:
 
     def _drained(self, now: float) -> list[Command]:
         state = self.state
-        quiet = not state.sessions and not state.endings.waiting
+        quiet = not (state.sessions or state.endings.waiting or self.resuming.closing)
         if self._leaving:
             quiet = quiet and self._clients_left
         due = state.drain_due is not None and now >= state.drain_due

@@ -16,6 +16,8 @@ from baton.core.ids import Peer
 from baton.gateway.params import Wish, sampling_of
 from baton.wire.messages import ID_BYTES, RequestSpec
 
+Kind = Literal["chat", "completion", "response"]
+
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True):
     """One prompt: uint32 LE ids, and the most output tokens it may have."""
@@ -35,7 +37,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
 class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     """A client's request, checked and tokenized."""
 
-    kind: Literal["chat", "completion", "response"]
+    kind: Kind
     """The endpoint whose words the answer is told in."""
     request_id: str
     """What the client sees as ``id``."""
@@ -43,6 +45,8 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     """The model's name as the client wrote it."""
     created: int
     """Seconds since the epoch."""
+    compat: str
+    """What the model was: another one's ids would be others."""
     wish: Wish
     seed: int
     prompts: tuple[Prompt, ...]
@@ -67,7 +71,9 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
             return [self.request_id]
         return [f"{self.request_id}-{index}" for index in range(self.choices)]
 
-    def specs(self, gateway: Peer, deadline_ms: int, traceparent: str) -> Iterator[RequestSpec]:
+    def specs(
+        self, gateway: Peer, deadline_ms: int, traceparent: str = "", resume_ms: int = 0
+    ) -> Iterator[RequestSpec]:
         """Yield the request of each choice: index = prompt * n + k."""
         ids = self.choice_ids()
         for number, prompt in enumerate(self.prompts):
@@ -82,4 +88,5 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
                     open_ended=self.wish.max_tokens is None,
                     parent_id="" if len(ids) == 1 else self.request_id,
                     traceparent=traceparent,
+                    resume_ms=resume_ms,
                 )

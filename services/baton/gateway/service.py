@@ -5,7 +5,10 @@ Decides what happens in which order; ``baton.runtime.shell`` lives the process a
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+
+import msgspec
 
 from baton.engine.info import ModelNotPrepared
 from baton.gateway.exchange import Exchange
@@ -13,7 +16,15 @@ from baton.gateway.machine import GatewayMachine
 from baton.gateway.server import GatewayServer, inherited_listener
 from baton.gateway.serving import Serving
 from baton.gateway.tokens import ModelFolderError, ModelText, load_model_text
-from baton.gateway.vocabulary import ClientsLeft, Deliver, End, LeaveClients, ReportsReady
+from baton.gateway.vocabulary import (
+    ClientsLeft,
+    Deliver,
+    End,
+    LeaveClients,
+    NotResumed,
+    Ready,
+    ReportsReady,
+)
 from baton.runtime.config import worker_ids
 from baton.runtime.dirs import run_dir
 from baton.runtime.logs import FilteringBoundLogger
@@ -58,12 +69,14 @@ def build(context: Context) -> Service:
         others=config.cluster.gateways > 1,
         spare=context.me.worker_id not in {worker_id for _, worker_id in worker_ids(config)},
     )
-    exchange = Exchange(context.feed, config.limits.session_buffer_bytes_max)
+    limits = config.limits
+    exchange = Exchange(context.feed, limits.session_buffer_bytes_max, limits.resume_bytes_max)
     servers: list[GatewayServer] = []
 
     async def start() -> None:
         serving = Serving(
             me=context.me,
+            compat=hashlib.sha256(msgspec.json.encode(model.compat)).hexdigest()[:32],
             text=text,
             model_name=name,
             config=config.gateway,
@@ -97,9 +110,7 @@ def build(context: Context) -> Service:
     return Service(
         machine=machine,
         executors={
-            Deliver: exchange.execute,
-            End: exchange.execute,
-            ReportsReady: exchange.execute,
+            **dict.fromkeys((Deliver, End, Ready, NotResumed, ReportsReady), exchange.execute),
             LeaveClients: leave,
         },
         compat=model.compat,

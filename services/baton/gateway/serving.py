@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.core.ids import Peer
 from baton.core.limits import Limits
 from baton.gateway.asgi import BodyBudget, Request
 from baton.gateway.exchange import Exchange
 from baton.gateway.fields import Fields, parse_object
-from baton.gateway.generation import Generation
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.params import Wish, check_context
 from baton.gateway.prompts import Prompts
-from baton.gateway.recipe import Prompt, Recipe
+from baton.gateway.recipe import Kind, Prompt, Recipe
 from baton.gateway.tokens import ModelText
 from baton.runtime.logs import FilteringBoundLogger
 from baton.runtime.metrics import Metrics
@@ -27,12 +27,16 @@ from baton.runtime.settings import GatewayConfig
 #: Bodies up to this size are parsed on the loop.
 PARSE_INLINE_BYTES = 256 * 1024
 
+_PREFIXES: Mapping[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "response": "resp_"}
+
 
 @dataclass(slots=True)
 class Serving:
     """One gateway process's parts."""
 
     me: Peer
+    compat: str
+    """What the model's ids depend on: weights, tokenizer, dtype, kernels."""
     text: ModelText
     model_name: str
     config: GatewayConfig
@@ -70,11 +74,30 @@ class Serving:
             for ids in prompts
         )
 
-    def generate(self, recipe: Recipe, traceparent: str) -> Generation:
-        """Submit the choices of a recipe."""
-        specs = recipe.specs(self.me, self.limits.request_deadline_ms, traceparent)
-        stream = self.exchange.open(list(specs))
-        return Generation(self.exchange, self.text, recipe, stream)
+    def recipe(
+        self,
+        kind: Kind,
+        model: str,
+        wish: Wish,
+        prompts: tuple[Prompt, ...],
+        *,
+        echo: bool = False,
+        shown: dict[str, Any] | None = None,
+    ) -> Recipe:
+        """Return a new request's recipe, with ids that nobody can guess."""
+        return Recipe(
+            kind=kind,
+            request_id=new_id(_PREFIXES[kind]),
+            model=model,
+            created=_now_s(),
+            compat=self.compat,
+            wish=wish,
+            seed=wish.seed if wish.seed is not None else secrets.randbits(63),
+            prompts=prompts,
+            echo=echo,
+            item_id=new_id("msg_") if kind == "response" else "",
+            shown=shown or {},
+        )
 
     @property
     def leaving(self) -> bool:
@@ -111,26 +134,27 @@ class Handler(Protocol):
 
 
 def new_id(prefix: str) -> str:
-    """Return a request id that nobody can guess."""
+    """Return an id that nobody can guess."""
     return f"{prefix}{secrets.token_hex(14)}"
 
 
-def seed_of(wish: Wish) -> int:
-    """Return the client's seed, or one of its own for this request."""
-    return wish.seed if wish.seed is not None else secrets.randbits(63)
-
-
-def now_s() -> int:
-    """Return the time of day, for ``created``."""
+def _now_s() -> int:
     return int(time.time())  # noqa: TID251 - the wall clock a client sees; decides nothing
 
 
 async def read_fields(serving: Serving, request: Request) -> Fields:
     """Read and parse the JSON body."""
     body = await request.body()
+
+    def read() -> Fields:
+        if b"idempotency-key" in request.headers:
+            path: str = request.scope["path"]
+            request.body_digest = hashlib.sha256(path.encode() + b"\0" + body).hexdigest()
+        return parse_object(body)
+
     try:
         if len(body) <= PARSE_INLINE_BYTES:
-            return parse_object(body)
-        return await serving.prompts.offload(lambda: parse_object(body))
+            return read()
+        return await serving.prompts.offload(read)
     finally:
         request.release()

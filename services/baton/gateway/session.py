@@ -13,7 +13,7 @@ from enum import Enum
 
 from baton.core.ids import Peer, Role
 from baton.core.outcomes import FinishReason
-from baton.wire.messages import RequestSpec, SubmitRequest, TokenRun
+from baton.wire.messages import RequestSpec, SubmitRequest, TokenLogprob, TokenRun
 
 #: Runs above the next index kept while the gap is asked for again. The link is ordered, so a gap
 #: appears only when a message died with its sender; more than this is asked for again instead.
@@ -88,10 +88,29 @@ class Session:
     """Which worker was told that which epoch of it is over."""
     first_at: float | None = None
     last_at: float | None = None
+    choice: str = ""
+    """The id under which its client is told of it, where that is not the request's own."""
+    kept: str = ""
+    """The resumable request that it is a choice of; "" if its client's leaving ends it."""
+    claimed: bool = False
+    """It ran under another gateway, and nobody has said yet in which epoch it is."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each id, where it may have to be told again."""
+    finish: FinishReason | None = None
+    """What decode said with the last id."""
+    bound: int | None = None
+    """Nobody reads: decode is not to go beyond that many ids."""
+    bound_told: int = 0
+    """Epoch of the attempt whose decode knows that."""
 
     @property
     def request_id(self) -> str:
         return self.spec.request_id
+
+    @property
+    def name(self) -> str:
+        """What its client calls it."""
+        return self.choice or self.spec.request_id
 
     def become(self, phase: Phase) -> None:
         """Move; an illegal move is a bug."""
@@ -110,6 +129,7 @@ class Session:
             base=self.base,
             decode_lost=decode_lost,
             age_ms=max(0, int((now - self.submitted_at) * 1000)),
+            held=len(self.ids),
         )
 
     def fence(self, epoch: int) -> None:
@@ -117,7 +137,7 @@ class Session:
         assert epoch > self.epoch
         self.epoch = epoch
         self.base = len(self.ids)
-        self.fenced = True
+        self.fenced, self.claimed = True, False
         self._unbind()
 
     def place(self, epoch: int, decode: Peer, prefill: Peer | None) -> bool:
@@ -133,7 +153,7 @@ class Session:
             return False
         self.decode = decode
         self.prefill = prefill if prefill is not None else self.prefill
-        self.fenced = False
+        self.fenced = self.claimed = False
         self.told.update(peer for peer in (decode, prefill) if peer is not None)
         return True
 
@@ -148,6 +168,9 @@ class Session:
     ) -> tuple[Verdict, list[TokenRun]]:
         """Judge ``run``; the second value is what is new, in order, each starting at the next
         index."""
+        if self.claimed and role is Role.DECODE and run.epoch > self.epoch:
+            # The router that adopted it told decode of this gateway; its word comes later.
+            self.epoch, self.claimed = run.epoch, False
         if run.epoch != self.epoch or not self._binds(peer, role, run):
             return Verdict.STALE, []
         if run.index > len(self.ids):
@@ -199,6 +222,9 @@ class Session:
         if not new and finish is None:
             return True
         self.ids.extend(new)
+        self.finish = finish
+        if self.kept:
+            self.logprobs += run.logprobs[known : known + len(new)]
         fresh.append(
             TokenRun(
                 request_id=run.request_id,
@@ -219,4 +245,4 @@ class Session:
         assert all(index > len(self.ids) for index in self.held)
         assert self.phase is not Phase.RUNNING or self.told or self.fenced
         assert self.phase is not Phase.SUBMITTED or self.router is not None
-        assert (self.turn > 0) == (self.router is not None)
+        assert self.turn > 0 or self.router is None

@@ -6,18 +6,23 @@ Decides when a session must be looked at again, and what the end of one entails.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from baton.core.ids import Peer
 from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Outcome
 from baton.gateway.endings import Endings
+from baton.gateway.kept import Kept
 from baton.gateway.links import Links
 from baton.gateway.session import Phase, Session
 from baton.gateway.timers import Timers
 from baton.gateway.vocabulary import Command
 from baton.ports.driving import Measure, Note, Send
-from baton.wire.messages import RequestEnded
+from baton.wire.messages import RequestEnded, TokensBounded
+
+if TYPE_CHECKING:
+    from baton.gateway.resuming import Resuming
 
 #: A gap that was asked for is asked for again after this long.
 WANTED_AGAIN_S = 1.0
@@ -37,6 +42,34 @@ class State:
     timers: Timers = field(default_factory=Timers)
     lease: LeaseState = LeaseState.VACANT
     drain_due: float | None = None
+    kept: dict[str, Kept] = field(default_factory=dict)
+    """Resumable requests, by id."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Request id of those choices that their clients know by another one."""
+    resuming: Resuming = field(init=False)
+
+    def session_of(self, choice: str) -> Session | None:
+        """Return the session of what a client knows as ``choice``."""
+        return self.sessions.get(self.names.get(choice, choice))
+
+    def remove(self, session: Session, turn: int = 0) -> None:
+        """It is not this gateway's any more (since ``turn``, if that is known): whoever has it goes
+        on."""
+        self._drop(session)
+        self.endings.leave(session.request_id, turn)
+
+    def _drop(self, session: Session) -> None:
+        del self.sessions[session.request_id]
+        self.names.pop(session.name, None)
+        self.timers.set(session.request_id, None)
+
+    def tell_bound(self, session: Session) -> list[Command]:
+        """Tell decode how far it may go while nobody reads."""
+        if session.bound is None or session.decode is None or session.decode not in self.links:
+            return []
+        session.bound_told = session.epoch
+        bounded = TokensBounded(session.request_id, session.epoch, session.bound)
+        return [Send(session.decode, bounded)]
 
     def schedule(self, session: Session) -> None:
         """Set when ``session`` must be looked at next."""
@@ -63,9 +96,10 @@ class State:
         self, session: Session, outcome: Outcome, now: float, retry_after_ms: int = 0
     ) -> list[Command]:
         """Decide the outcome: tell everybody who may hold something, and the ledger."""
+        if (left := self.resuming.refused(session, outcome, now)) is not None:
+            return left
         request_id = session.request_id
-        del self.sessions[request_id]
-        self.timers.set(request_id, None)
+        self._drop(session)
         told = {peer for peer in session.told if peer in self.links}
         self.endings.remember(request_id, outcome, told)
         early = session.phase is not Phase.RUNNING
@@ -80,7 +114,9 @@ class State:
             tell_first=tell_first,
             retry_after_ms=retry_after_ms,
             early=early and session.turn > 0,
+            name=session.name,
         )
+        commands += self.resuming.ended(session, outcome, now)
         commands += measure_end(outcome)
         commands.append(Measure("request_seconds", now - session.submitted_at))
         tokens = len(session.ids)

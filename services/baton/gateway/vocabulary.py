@@ -8,6 +8,7 @@ other services.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
 from baton.core.outcomes import FinishReason, Outcome, Reason
@@ -23,6 +24,8 @@ class Submitted:
     """A client asked for this generation; one choice of an ``n > 1`` request each."""
 
     spec: RequestSpec
+    resumable_id: str = ""
+    """Of the resumable request that it is a choice of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,57 @@ class StopMatched:
     request_id: str
     tokens_used: int
     """Output tokens up to and including the one that completed the stop string."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumableWanted:
+    """A new request is to outlive its connection; answered by :class:`Ready` under its own id, or
+    under that of the one that its idempotency key names, or by :class:`NotResumed`."""
+
+    resumable_id: str
+    token: str
+    """Digest of the resume token's secret."""
+    owner: str
+    """Digest of the API key, "" without keys."""
+    choices: tuple[str, ...]
+    """Request ids of its choices."""
+    recipe: bytes
+    window_ms: int
+    repeat: str = ""
+    """Digest of the idempotency key, "" without one."""
+    body: str = ""
+    """Digest of what was asked for with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeWanted:
+    """A client comes back; answered by :class:`Ready` or :class:`NotResumed`."""
+
+    claim: str
+    resumable_id: str
+    token: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderGone:
+    """Nobody reads a resumable request any more: its window begins."""
+
+    resumable_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderBack:
+    """Somebody reads it, and has to be told everything from the first id on."""
+
+    resumable_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelWanted:
+    """Its client does not want it any more."""
+
+    resumable_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +137,41 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """A resumable request is this gateway's. It must be submitted or read, or left unread, before
+    anything else happens."""
+
+    claim: str
+    resumable_id: str
+    recipe: bytes
+    window_ms: int
+    submit: bool
+    """Its choices are to be submitted; else it is here already, and wants a reader."""
+
+
+class Unresumable(StrEnum):
+    """Why a request is not given to a client."""
+
+    UNKNOWN = "unknown"
+    FOREIGN = "foreign"
+    OVER = "over"
+    DIFFERS = "differs"
+    """The idempotency key was used for another request."""
+    REFUSED = "refused"
+    """Not now: the reason says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotResumed:
+    """A resumable request is not given; nothing was done."""
+
+    claim: str
+    why: Unresumable
+    reason: Reason | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ReportsReady:
     """What came in until all had answered or the wait was over: worker id to body."""
 
@@ -101,6 +190,11 @@ Event = (
     | ClientGone
     | ClientsLeft
     | StopMatched
+    | ResumableWanted
+    | ResumeWanted
+    | ReaderGone
+    | ReaderBack
+    | CancelWanted
     | ReportsWanted
     | TransportEvent
     | LedgerAnswered
@@ -109,4 +203,6 @@ Event = (
     | DrainRequested
     | RestartRequested
 )
-Command = Send | CallLedger | Note | Measure | Exit | Deliver | End | ReportsReady | LeaveClients
+Told = Deliver | End | Ready | NotResumed | ReportsReady
+"""What the HTTP layer executes."""
+Command = Send | CallLedger | Note | Measure | Exit | Told | LeaveClients

@@ -1,8 +1,9 @@
 """GET /v1/responses as a WebSocket: several responses at once over one socket.
 
-Decides what a client may send (``response.create``, ``response.cancel``) and in which lane a
-response runs: those with the same ``stream_id`` one after the other, all others at once. Events
-are those of the HTTP stream plus ``response_id`` and, where given, ``stream_id``.
+Decides what a client may send (``response.create``, ``response.resume``, ``response.cancel``) and
+in which lane a response runs: those with the same ``stream_id`` one after the other, all others at
+once. Events are those of the HTTP stream plus ``response_id``, ``stream_id`` where it was given,
+and ``event_id`` where the response can be resumed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import orjson
 
 from baton.core.outcomes import Reason
 from baton.gateway.asgi import Receive, Request, Send, WriteGuard
-from baton.gateway.errors import ApiError
+from baton.gateway.errors import ApiError, resumed_elsewhere
 from baton.gateway.fields import Fields, parse_object
 from baton.gateway.generation import ClientLeft
-from baton.gateway.responses import ResponseFormat, start_response
+from baton.gateway.numbering import Numbered, unlabelled
+from baton.gateway.response_format import ResponseFormat
+from baton.gateway.responses import response_recipe
 from baton.gateway.serving import Serving
-from baton.gateway.sse import Event
+from baton.gateway.telling import Telling, begin, resume, wanted_by_field
 
 #: More responses running or waiting on one socket are refused with an error event.
 STREAMS_MAX = 64
@@ -53,11 +56,12 @@ async def serve_socket(serving: Serving, request: Request, receive: Receive, sen
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A ``response.create`` that has not started."""
+class _Asked:
+    """A ``response.create`` or ``response.resume`` that has not started."""
 
     fields: Fields
     size: int
+    resumes: bool
 
 
 class _Socket:
@@ -71,8 +75,8 @@ class _Socket:
         self._turn = asyncio.Lock()
         """One write at a time: the guard measures the one that waits for the client."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lanes: dict[str, deque[_Wanted]] = {}
-        self._running: dict[str, ResponseFormat] = {}
+        self._lanes: dict[str, deque[_Asked]] = {}
+        self._running: dict[str, Telling] = {}
         self._count = 0
         self._waiting_bytes = 0
         self._goodbye = False
@@ -84,12 +88,13 @@ class _Socket:
             fields = parse_object(body)
             stream_id = self._stream_id(fields)
             kind = fields.text("type")
-            if kind == "response.create":
-                self._create(fields, stream_id, len(body))
+            if kind in ("response.create", "response.resume"):
+                self._ask(fields, stream_id, len(body), resumes=kind == "response.resume")
             elif kind == "response.cancel":
                 await self._cancel(fields)
             else:
-                raise fields.fail("type", "must be 'response.create' or 'response.cancel'")
+                known = "'response.create', 'response.resume' or 'response.cancel'"
+                raise fields.fail("type", f"must be {known}")
         except ApiError as error:
             await self._error(error, stream_id)
 
@@ -100,11 +105,11 @@ class _Socket:
             self._start(self._say_goodbye())
 
     def close(self) -> None:
-        """The socket is gone: everything on it is cancelled."""
+        """The socket is gone: everything on it is cancelled, or waits to be resumed."""
         self._guard.close()
         self._lanes.clear()
-        for form in list(self._running.values()):
-            form.generation.stream.leave(Reason.CLIENT_DISCONNECTED)
+        for telling in list(self._running.values()):
+            telling.generation.stream.leave(Reason.CLIENT_DISCONNECTED)
         for task in self._tasks:
             task.cancel()
 
@@ -116,7 +121,7 @@ class _Socket:
             raise fields.fail("stream_id", "must match ^[A-Za-z0-9_.-]{1,256}$")
         return stream_id
 
-    def _create(self, fields: Fields, stream_id: str | None, size: int) -> None:
+    def _ask(self, fields: Fields, stream_id: str | None, size: int, *, resumes: bool) -> None:
         bytes_max = WAITING_BODIES_MAX * self._serving.limits.body_bytes_max
         if self._count >= STREAMS_MAX or self._waiting_bytes + size > bytes_max:
             message = "too many responses on one socket"
@@ -124,27 +129,27 @@ class _Socket:
         nested = fields.object("response")
         values = {**fields.values, **(nested.values if nested is not None else {})}
         values.pop("response", None)
-        wanted = _Wanted(Fields({**values, "stream": True}), size)
+        asked = _Asked(Fields({**values, "stream": True}), size, resumes)
         self._count += 1
         self._waiting_bytes += size
         if stream_id is None:
-            self._start(self._respond(wanted, None))
+            self._start(self._respond(asked, None))
         elif stream_id in self._lanes:
-            self._lanes[stream_id].append(wanted)
+            self._lanes[stream_id].append(asked)
         else:
-            self._lanes[stream_id] = deque([wanted])
+            self._lanes[stream_id] = deque([asked])
             self._start(self._run_lane(stream_id))
 
     async def _cancel(self, fields: Fields) -> None:
         response_id = fields.text("response_id")
         if response_id is None:
             raise fields.fail("response_id", "is required")
-        form = self._running.get(response_id)
-        if form is None:
+        telling = self._running.get(response_id)
+        if telling is None:
             raise ApiError(
                 404, "no such response is running on this socket", "response_id", "not_found"
             )
-        form.generation.stream.leave(Reason.CLIENT_CANCELLED)
+        telling.generation.stream.leave(Reason.CLIENT_CANCELLED)
 
     # --- responses ------------------------------------------------------------------------------
 
@@ -170,54 +175,77 @@ class _Socket:
         if self._lanes.get(stream_id) is lane:
             del self._lanes[stream_id]
 
-    async def _respond(self, wanted: _Wanted, stream_id: str | None) -> None:
+    async def _respond(self, asked: _Asked, stream_id: str | None) -> None:
         try:
             try:
-                form = await start_response(self._serving, wanted.fields, self._request.traceparent)
+                telling = await self._begin(asked)
             except ApiError as error:
                 await self._error(error, stream_id)
                 return
             finally:
-                self._waiting_bytes -= wanted.size
-            self._running[form.response_id] = form
+                self._waiting_bytes -= asked.size
+            response_id = telling.recipe.request_id
+            if (before := self._running.get(response_id)) is not None:
+                before.generation.stream.leave(Reason.SUPERSEDED)
+            self._running[response_id] = telling
             try:
-                await self._stream(form, stream_id)
+                await self._stream(telling, stream_id)
             finally:
-                del self._running[form.response_id]
-                form.generation.close(Reason.CLIENT_DISCONNECTED)
+                if self._running.get(response_id) is telling:
+                    del self._running[response_id]
+                telling.generation.close(Reason.CLIENT_DISCONNECTED)
         except ConnectionError:
             return
         finally:
             self._count -= 1
 
-    async def _stream(self, form: ResponseFormat, stream_id: str | None) -> None:
+    async def _begin(self, asked: _Asked) -> Telling:
+        serving, request, fields = self._serving, self._request, asked.fields
+        if not asked.resumes:
+            wanted = wanted_by_field(fields, serving.limits)
+            recipe = await response_recipe(serving, fields)
+            return await begin(serving, recipe, wanted, request.owner, request.traceparent)
+        token = fields.text("resume_token")
+        if token is None:
+            raise fields.fail("resume_token", "is required")
+        last = fields.text("last_event_id") or ""
+        telling = await resume(serving, token, request.owner, last)
+        if telling.recipe.kind != "response":
+            telling.generation.close(Reason.CLIENT_DISCONNECTED)
+            raise fields.fail("resume_token", "is that of a request over HTTP: resume it there")
+        return telling
+
+    async def _stream(self, telling: Telling, stream_id: str | None) -> None:
+        generation, form, labels = telling.generation, telling.form, telling.labels
+        assert isinstance(form, ResponseFormat)
         # At once, unlike over HTTP: the client needs the id to cancel what still waits.
-        await self._events(form, form.opening(), stream_id)
-        generation = form.generation
+        await self._events(telling, labels.opening(telling.opening()), stream_id)
         try:
             while not generation.done:
                 for part in await generation.parts(self._serving.limits.keepalive_ms / 1000):
-                    await self._events(form, form.part(part), stream_id)
+                    await self._events(telling, labels.part(part, form.part(part)), stream_id)
         except ApiError as error:
-            failed = form.failure(error)
-            await self._events(form, failed, stream_id)
+            await self._events(telling, unlabelled(form.failure(error)), stream_id)
             return
         except ClientLeft as left:
             if left.reason is Reason.CLIENT_CANCELLED:
-                await self._events(form, form.cancelled(), stream_id)
+                await self._events(telling, unlabelled(form.cancelled()), stream_id)
+            elif left.reason is Reason.SUPERSEDED:
+                failed = unlabelled(form.failure(resumed_elsewhere()))
+                await self._events(telling, failed, stream_id)
             elif left.reason is Reason.SLOW_READER:
                 self._request.abort()
             return
-        await self._events(form, form.closing(), stream_id)
+        await self._events(telling, labels.closing(form.closing()), stream_id)
 
     # --- writing --------------------------------------------------------------------------------
 
-    async def _events(
-        self, form: ResponseFormat, events: list[Event], stream_id: str | None
-    ) -> None:
-        for event in events:
+    async def _events(self, telling: Telling, events: Numbered, stream_id: str | None) -> None:
+        for event_id, event in events:
             assert isinstance(event, dict)
-            event["response_id"] = form.response_id
+            event["response_id"] = telling.recipe.request_id
+            if event_id:
+                event["event_id"] = event_id
             if stream_id is not None:
                 event["stream_id"] = stream_id
             await self._write(event)
@@ -248,6 +276,6 @@ class _Socket:
             await self._send({"type": "websocket.close", "code": 1012})
 
     def _cut(self) -> None:
-        for form in list(self._running.values()):
-            form.generation.stream.leave(Reason.SLOW_READER)
+        for telling in list(self._running.values()):
+            telling.generation.stream.leave(Reason.SLOW_READER)
         self._request.abort()

@@ -23,7 +23,7 @@ def holdings_of(
                 request_id=job.spec.request_id,
                 epoch=job.epoch,
                 stage=_stage(job),
-                gateway=job.spec.gateway,
+                gateway=job.gateway,
                 router=job.router,
                 decode=job.decode,
                 prefill=me,

@@ -28,6 +28,7 @@ class Job:
     """Of that router; it grows when another one adopts the request."""
     alone: bool
     """Suspected of ending workers: its chunks are its own."""
+    gateway: Peer
     decode: Peer
     assigned_at: float
     ids: bytes
@@ -56,6 +57,7 @@ class Job:
             router=router,
             turn=message.turn,
             alone=message.alone,
+            gateway=message.spec.gateway,
             decode=message.decode,
             assigned_at=now,
             ids=ids,

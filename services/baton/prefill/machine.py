@@ -211,8 +211,8 @@ class PrefillMachine:
                 self._cancel(request_id, epoch, reason, turn)
             case WorkAdopted():
                 self._adopted(peer, message)
-            case RequestEnded(request_id, epoch, outcome):
-                self._cancel(request_id, epoch, outcome.reason)
+            case RequestEnded():
+                self._ended(peer, message)
             case ArenaOffered(arena):
                 if arena.owner == peer:
                     self.arenas.offered(arena, now)
@@ -425,10 +425,18 @@ class PrefillMachine:
         key = message.request_id, message.epoch
         job = self.jobs.get(message.request_id)
         if job is not None and job.key == key and job.turn <= message.turn:
-            job.router, job.turn = router, message.turn
+            job.router, job.turn, job.gateway = router, message.turn, message.gateway
         early = self.early.pop(key, None)
         if early is not None:
             self._send(early[1], PrefillFailed(*key, Reason.FENCED, "no assignment came"))
+
+    def _ended(self, gateway: Peer, message: RequestEnded) -> None:
+        """A gateway that lost the request to another one has no say."""
+        job = self.jobs.get(message.request_id)
+        if job is not None and job.gateway != gateway:
+            self._emit(Measure("stale_messages_total", 1, {"kind": "turn"}))
+        else:
+            self._cancel(message.request_id, message.epoch, message.outcome.reason)
 
     def _cancel(
         self, request_id: str, epoch: int, reason: Reason | None, turn: int | None = None

@@ -9,7 +9,7 @@ from baton.router.adoption import Adoption
 from baton.router.attempts import Attempts
 from baton.router.entry import Entry, Phase
 from baton.router.state import State
-from baton.wire.messages import RequestRefused, RequestSpec, SubmitRequest
+from baton.wire.messages import RequestRefused, RequestResumed, RequestSpec, SubmitRequest
 
 
 class Admission:
@@ -23,11 +23,18 @@ class Admission:
     def submit(self, gateway: Peer, message: SubmitRequest, now: float) -> None:
         spec = message.spec
         entry = self.state.entries.get(spec.request_id)
+        if entry is not None and message.turn < entry.turn and entry.spec.gateway != gateway:
+            # Its client reads at another gateway by now; that one's absence is another matter.
+            self.state.send(gateway, RequestResumed(spec.request_id, entry.turn))
+            return
         if entry is not None and message.turn <= entry.turn:
             self.attempts.tell_again(entry, now)
             return
         if entry is not None:
-            # Another router had it meanwhile: what we know is old.
+            # Another router had it meanwhile, or another gateway claimed it: what we know is old.
+            if entry.spec.gateway != gateway:
+                resumed = RequestResumed(spec.request_id, message.turn)
+                self.state.send(entry.spec.gateway, resumed)
             self.attempts.verdicts.forget(entry)
         taken_in = message.turn > 1 or message.begun
         if taken_in and not self.state.draining:

@@ -30,6 +30,7 @@ class Adoption:
         entry.turn, entry.epoch = message.turn, message.epoch
         entry.decode, entry.prefill = message.decode, message.prefill
         entry.base, entry.decode_lost = message.base, message.decode_lost
+        entry.held = message.held
         entry.placed_once = message.begun
         entry.unmeasured = not message.begun
         entry.ledger_since = now
@@ -65,7 +66,9 @@ class Adoption:
         """Tell those of the attempt's workers that are linked whom to report to."""
         for worker in sorted(entry.untold & self.state.placement.workers.keys()):
             entry.untold.discard(worker)
-            adopted = WorkAdopted(entry.spec.request_id, entry.epoch, entry.turn)
+            spec = entry.spec
+            whom = entry.turn, spec.gateway, entry.held
+            adopted = WorkAdopted(spec.request_id, entry.epoch, *whom)
             self.state.send(worker, adopted)
         if entry.decode not in entry.untold:
             entry.link_due = None

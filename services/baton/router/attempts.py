@@ -36,6 +36,7 @@ from baton.wire.messages import (
     FenceRequest,
     MoveOffered,
     RequestPlaced,
+    RequestResumed,
     ReserveDecode,
     WorkFailed,
     WorkRefused,
@@ -144,8 +145,12 @@ class Attempts:
             self.state.note("record_lost", entry, level="warning", ledger_epoch=reply.epoch)
             self.restore(entry)
         else:
-            # Another router answers for it: a verdict from here could end what runs well there.
+            # Another router answers for it: a verdict from here could end what runs well there. Its
+            # gateway may not know, if it is another one's as well.
             self.state.note("superseded", entry, by_epoch=reply.epoch)
+            if reply.turn > entry.turn and entry.spec.resume_ms:
+                resumed = RequestResumed(entry.spec.request_id, reply.turn)
+                self.state.send(entry.spec.gateway, resumed)
             self.verdicts.forget(entry)
 
     def restore(self, entry: Entry) -> None:
@@ -271,7 +276,7 @@ class Attempts:
 
     def tell_again(self, entry: Entry, now: float) -> None:
         """The gateway is back on another link: what the first one lost is said again."""
-        entry.gateway_lost_at = None
+        entry.gateway_lost_at, entry.gateway_gone = None, False
         if entry.phase is Phase.PLACED:
             self.tell_placed(entry, now)
         elif entry.phase is Phase.FENCING:

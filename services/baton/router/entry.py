@@ -99,6 +99,10 @@ class Entry:
     closed_at: float = 0.0
     gateway_lost_at: float | None = None
     """Since when there is no link to its gateway."""
+    held: int = 0
+    """Output ids that its gateway had when it was adopted."""
+    gateway_gone: bool = False
+    """That gateway is dead; another one may resume the request within its window."""
     chains: list[bytes] = field(default_factory=list)
     source: str = ""
     """The decode worker whose arena has its KV; empty: none that could be of use."""

@@ -151,7 +151,7 @@ class RouterMachine:
             case RequestMoved(request_id, turn):
                 self._moved(request_id, turn)
             case RequestEnded():
-                self.verdicts.ended(message)
+                self.verdicts.ended(peer, message)
             case RequestFenced(request_id, epoch, output):
                 self.attempts.fenced(request_id, epoch, output, now)
             case WorkerStatus():
@@ -206,7 +206,8 @@ class RouterMachine:
             self.state.gateways.discard(peer)
             for entry in self.state.of_gateway(peer):
                 entry.gateway_lost_at = now
-                if event.gone:
+                entry.gateway_gone = event.gone
+                if event.gone and not entry.spec.resume_ms:
                     self.verdicts.end_for_lost_gateway(entry)
             return
         view = self.state.placement.workers.get(peer)
@@ -283,8 +284,10 @@ class RouterMachine:
         limits = self.state.limits
         lost_at = entry.gateway_lost_at
         away_ms = 0.0 if lost_at is None else (now - lost_at) * 1000
-        if away_ms > limits.recovery_ms and entry.phase is not Phase.PLACED:
-            # What is placed runs on: its tokens do not come this way.
+        patience_ms = max(limits.recovery_ms, entry.spec.resume_ms)
+        # What is placed runs on while its gateway lives: its tokens do not come this way.
+        runs = entry.phase is Phase.PLACED and not entry.gateway_gone
+        if away_ms > patience_ms and not runs:
             self.verdicts.end_for_lost_gateway(entry)
             return
         if entry.phase is Phase.CLOSING:

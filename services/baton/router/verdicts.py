@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from baton.core.ids import Peer
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.ports.driving import CallLedger
 from baton.ports.ledger import EndRequest
@@ -71,11 +72,11 @@ class Verdicts:
         epoch = max(epoch, entry.epoch + (entry.phase in (Phase.FENCING, Phase.RETRYING)))
         self._close(entry, RequestFailed(entry.spec.request_id, epoch, outcome), now)
 
-    def ended(self, message: RequestEnded) -> None:
-        """Its gateway says how it ended."""
+    def ended(self, gateway: Peer, message: RequestEnded) -> None:
+        """Its gateway says how it ended; one that lost the request to another one has no say."""
         request_id, outcome = message.request_id, message.outcome
         entry = self.state.entries.get(request_id)
-        if entry is None:
+        if entry is None or entry.spec.gateway != gateway:
             return
         if outcome.ending is not Ending.COMPLETED:
             # The gateway may not know yet whom this was given to.

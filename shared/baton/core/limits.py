@@ -71,6 +71,21 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keepalive_ms: int = 10_000
     """A stream silent for this long gets a comment line (SSE) or a ping (WebSocket)."""
 
+    # resuming
+    resume_default_ms: int = 60_000
+    """How long a request with an idempotency key waits for its client, unless it says otherwise."""
+    resume_max_ms: int = 300_000
+    """A longer resume window is answered with 400."""
+    resumables_max: int = 512
+    """More resumable requests of one gateway, running or within their window, are refused."""
+    resume_tokens_max: int = 2_048
+    """Output tokens computed while nobody reads; then the request pauses without memory."""
+    resume_bytes_max: int = 16 * 2**20
+    """A resumable request whose answer could be larger, as a gateway holds it, is refused: 400."""
+    resume_record_bytes_max: int = 2 * 2**20
+    """A request whose record would be larger is not resumable (400); a larger answer is not kept in
+    the ledger but made again when it is resumed."""
+
     # links between processes
     frame_bytes_max: int = 16 * 2**20
     """A larger frame is counted and dropped by ZeroMQ before it is read."""

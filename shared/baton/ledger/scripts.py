@@ -241,9 +241,9 @@ def _read(reply: RespReply) -> Reply:
             return Orphans(tuple(_text(each) for each in found))
         case [b"conflict"]:
             return Conflict(0, None)
-        case [b"conflict", int(epoch), state, bytes(outcome)]:
+        case [b"conflict", int(epoch), state, bytes(outcome), int(turn)]:
             ended = _outcome_decoder.decode(outcome) if outcome else None
-            return Conflict(epoch, RequestState(_text(state)), ended)
+            return Conflict(epoch, RequestState(_text(state)), ended, turn)
         case [
             b"resumable",
             int(turn),

@@ -17,7 +17,7 @@ Rules every adapter keeps (ADR 0004):
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, assert_never
 
@@ -362,6 +362,8 @@ class Conflict:
     epoch: int
     state: RequestState | None
     outcome: Outcome | None = None
+    turn: int = field(default=0, compare=False)
+    """Of its router: who has a lower one has lost the request to another router or gateway."""
 
 
 LeaseReply = LeaseHeld | LeaseLost | Orphans

@@ -84,7 +84,13 @@ WAYS = _values(("import", "take_over", "prefill", "local"))
 PATHS = _values(
     (
         *("chat_completions", "completions", "responses", "models", "health", "live", "metrics"),
-        *("playground", "tokenize", "detokenize", "version", "websocket"),
+        *("playground", "tokenize", "detokenize", "version", "websocket", "requests"),
+    )
+)
+RESUMES = _values(
+    (
+        *("opened", "here", "moved", "kept", "again"),
+        *("unknown", "foreign", "over", "abandoned"),
     )
 )
 STATUSES = _values(("1xx", "2xx", "3xx", "4xx", "5xx"))
@@ -182,6 +188,13 @@ _ALL = (
     _gauge("client_connections", "Open client connections."),
     _gauge("client_streams", "Streams being sent to clients."),
     _gauge("session_buffer_bytes", "Bytes that slow clients have not taken yet."),
+    _gauge("resumables", "Resumable requests, running or within their window."),
+    _counter(
+        "resumes_total",
+        "Resumable requests by what became of them: opened; claimed here, moved from another "
+        "gateway, kept by the ledger or made again; unknown, foreign or over; abandoned.",
+        outcome=RESUMES,
+    ),
     _counter("tokens_sent_total", "Output tokens sent to clients."),
     _counter("token_gaps_total", "Times a gap in a token stream was asked for again."),
 )

@@ -89,7 +89,7 @@ class Record:
         )
 
     def conflict(self) -> Conflict:
-        return Conflict(self.epoch, self.state, self.outcome)
+        return Conflict(self.epoch, self.state, self.outcome, self.turn)
 
 
 class LedgerModel:

@@ -67,6 +67,8 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The client set no limit: the router may lower ``max_tokens`` to what an arena holds."""
     parent_id: str = ""
     """The client-visible id when ``n > 1``."""
+    resume_ms: Milliseconds = 0
+    """How long it goes on without its gateway; 0: it ends with it."""
     traceparent: str = ""
 
     def __post_init__(self) -> None:
@@ -109,6 +111,8 @@ class SubmitRequest(Message, frozen=True):
     """The gateway has no link to ``decode``."""
     age_ms: Milliseconds = 0
     """Since its client asked: deadlines count from there."""
+    held: Count = 0
+    """Output ids that the gateway has."""
 
 
 class RequestPlaced(Message, frozen=True):
@@ -290,7 +294,8 @@ class LastStep(Message, frozen=True):
 
 
 class WorkAdopted(Message, frozen=True):
-    """router -> decode and prefill: this attempt is mine since ``turn``; report to me.
+    """router -> decode and prefill: this attempt is mine since ``turn``; report to me. Its tokens
+    go to ``gateway``, from index ``held`` on.
 
     Decode answers with :class:`DecodeReserved`, or with :class:`WorkFailed` if it has no such
     attempt. Prefill, which forgets what it has handed over, answers nothing."""
@@ -298,6 +303,8 @@ class WorkAdopted(Message, frozen=True):
     request_id: RequestId
     epoch: Epoch
     turn: Turn
+    gateway: Peer
+    held: Count = 0
 
 
 class WorkerStatus(Message, frozen=True):
@@ -454,6 +461,22 @@ class TokenChunk(Message, frozen=True):
     runs: tuple[TokenRun, ...]
 
 
+class TokensBounded(Message, frozen=True):
+    """gateway -> decode: nobody reads this; stop when there are ``upto`` output ids, and go on when
+    a higher bound comes."""
+
+    request_id: RequestId
+    epoch: Epoch
+    upto: Count
+
+
+class RequestResumed(Message, frozen=True):
+    """router or decode -> gateway: another gateway serves its client since ``turn``."""
+
+    request_id: RequestId
+    turn: Turn
+
+
 class TokensWanted(Message, frozen=True):
     """gateway -> decode: send again from ``index`` (there is a gap below what arrived)."""
 
@@ -509,7 +532,9 @@ AnyMessage = (
     | TicketRevoked
     | WriterStopped
     | TokenChunk
+    | TokensBounded
     | TokensWanted
+    | RequestResumed
     | ReadReport
     | Report
 )

@@ -7,7 +7,7 @@
 -- move is legal (" a b "), from baton.core.lifecycles, the only table of moves
 --
 -- Reply: "done", epoch, state, attempts | "conflict", epoch, state, outcome bytes ("" if not
---        terminal) | "conflict" (no such record) | "adopted", see adopt_request.lua
+--        terminal), turn | "conflict" (no such record) | "adopted", see adopt_request.lua
 
 local request, owners = KEYS[1], KEYS[2]
 local request_id, epoch, op, sources = ARGV[1], tonumber(ARGV[2]), 'op:' .. ARGV[3], ARGV[4]
@@ -29,7 +29,7 @@ local function conflict()
   if not record.state then
     return {'conflict'}
   end
-  return {'conflict', record.epoch, record.state, record.outcome or ''}
+  return {'conflict', record.epoch, record.state, record.outcome or '', record.turn}
 end
 
 -- What an op is answered with, kept to answer its repetition.

@@ -1,0 +1,123 @@
+"""What the gateway's machine knows of one resumable request of a client.
+
+Decides how its choices are named towards routers, and what of it is kept when all have ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton.core.outcomes import Ending, FinishReason, Outcome
+from baton.gateway.session import Session
+from baton.gateway.vocabulary import Command, Deliver, End
+from baton.ports.ledger import CloseResumable
+from baton.wire.messages import RequestSpec, TokenLogprob
+
+#: Claims of one resumable are counted in the upper bits of a request's turn, routers in the lower.
+TURN_BITS = 16
+CLAIMS_MAX = 2**14
+
+#: Ends that leave nothing to tell anybody: nobody wanted it any more, or nothing was computed.
+_UNWANTED = frozenset({Ending.CANCELLED, Ending.REFUSED})
+_BROKEN = frozenset({Ending.FAILED, Ending.EXPIRED})
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """One choice, complete: enough to tell it again from the first id to its outcome."""
+
+    ids: bytes
+    logprobs: tuple[TokenLogprob, ...]
+    finish: FinishReason | None
+    """What decode said with the last id."""
+    cached_tokens: int
+    outcome: Outcome
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(tuple[Answer, ...])
+
+
+@dataclass(slots=True)
+class Kept:
+    """A resumable request that this gateway serves."""
+
+    resumable_id: str
+    owner: str
+    token: str
+    repeat: str
+    window_ms: int
+    recipe: bytes
+    choices: tuple[str, ...]
+    """Ids of the choices as their reader knows them."""
+    turn: int = 0
+    again: int = 0
+    specs: dict[str, RequestSpec] = field(default_factory=dict)
+    """By choice, named as the client's; submitted ones only."""
+    answers: dict[str, Answer] = field(default_factory=dict)
+    """Choices that have ended."""
+    away_since: float | None = None
+    """Since when nobody reads."""
+    closing: CloseResumable | None = None
+    """All have ended: what the ledger is told, again and again until it answers."""
+    closing_until: float = 0.0
+    wait_s: float = 0.0
+    """Before the ledger is told once more."""
+
+    def request_id(self, choice: str) -> str:
+        """Return the id under which routers and workers know ``choice`` now."""
+        return f"{choice}~{self.again}" if self.again else choice
+
+    def first_turn(self) -> int:
+        """Return the turn below which every other gateway's claim on the requests is."""
+        return 0 if self.again == self.turn else self.turn << TURN_BITS
+
+    def tell(self, choice: str, session: Session | None) -> list[Command]:
+        """Return what a new reader has to be told of a choice, from its first id."""
+        answer = self.answers.get(choice)
+        if answer is None:
+            if session is None or not session.ids:
+                return []
+            ids, logprobs = tuple(session.ids), tuple(session.logprobs)
+            return [Deliver(choice, 0, ids, logprobs, None, session.cached_tokens)]
+        commands: list[Command] = []
+        if answer.ids:
+            ids = tuple(memoryview(answer.ids).cast("I"))
+            rest = answer.logprobs, answer.finish, answer.cached_tokens
+            commands.append(Deliver(choice, 0, ids, *rest))
+        return [*commands, End(choice, answer.outcome)]
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has its outcome."""
+        return len(self.answers) == len(self.choices)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a choice ended without success although somebody wanted it: then all do."""
+        return any(answer.outcome.ending in _BROKEN for answer in self.answers.values())
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether there is nothing to keep."""
+        endings = {answer.outcome.ending for answer in self.answers.values()}
+        return bool(endings & _UNWANTED) and not self.failed
+
+    def record(self) -> bytes:
+        """Return the answers as the ledger keeps them."""
+        return _encode(tuple(self.answers[choice] for choice in self.choices))
+
+    def load(self, record: bytes) -> None:
+        """Take the answers that the ledger kept.
+
+        Raises:
+            msgspec.MsgspecError: it is no record of ours.
+        """
+        self.answers = dict(zip(self.choices, _decoder.decode(record), strict=True))
+
+
+def answer_of(session: Session, outcome: Outcome) -> Answer:
+    """Return what is kept of a session that ends."""
+    ids = session.ids.tobytes()
+    return Answer(ids, tuple(session.logprobs), session.finish, session.cached_tokens, outcome)

@@ -1,0 +1,143 @@
+"""Gateways killed in the middle of a stream, with real processes: the client resumes at another."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException
+
+import pytest
+
+from support.ops_cluster import OpsCluster, ops_cluster, wait_until
+
+TOKENS = 60
+HEADERS = {"Content-Type": "application/json", "X-Baton-Resume": "30"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[OpsCluster]:
+    """Two gateways on one socket, slow enough to be hit in the middle."""
+    with ops_cluster(
+        BATON_MODEL_NAME="m",
+        BATON_CLUSTER_GATEWAYS="2",
+        BATON_FAKE_STEP_MS="20",
+        BATON_CHECK="1",
+    ) as place:
+        place.up()
+        yield place
+
+
+class Client:
+    """One stream: its events, and the token that resumes it."""
+
+    def __init__(self, cluster: OpsCluster, prompt: str) -> None:
+        self.cluster = cluster
+        body = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True}
+        self.body = json.dumps({**body, "stream": True, "temperature": 0})
+        self.events: list[bytes] = []
+        self.token = ""
+        self.done = False
+
+    def begin(self, upto: int | None = None) -> None:
+        self._read("POST", "/v1/completions", self.body, HEADERS, upto)
+
+    def resume(self) -> None:
+        """Come back until somebody has told the rest."""
+
+        def told() -> bool:
+            last = self.events[-1].split(b"\n")[0].removeprefix(b"id: ").decode()
+            path = f"/v1/requests/{self.token}/events"
+            self._read("GET", path, None, {"Last-Event-ID": last}, None)
+            return self.done
+
+        wait_until(told, 30, f"the rest of the stream: {self.cluster.logs()}")
+
+    def _read(
+        self, method: str, path: str, body: str | None, headers: dict[str, str], upto: int | None
+    ) -> None:
+        self.connection = HTTPConnection("127.0.0.1", self.cluster.port, timeout=20)
+        try:
+            self.connection.request(method, path, body, headers)
+            response = self.connection.getresponse()
+            if response.status != 200:
+                assert response.status == 503, response.read()
+                return
+            self.token = response.headers["X-Baton-Resume-Token"]
+            event = b""
+            while line := response.readline():
+                event += line
+                if line == b"\n":
+                    if event.startswith(b"id:"):
+                        self.events.append(event)
+                    self.done = self.done or b"[DONE]" in event
+                    event = b""
+                    if upto is not None and len(self.events) >= upto:
+                        return
+        except (OSError, HTTPException):
+            pass
+
+    def text(self) -> str:
+        said = [event.split(b"data: ")[1].strip() for event in self.events]
+        chunks = [json.loads(each) for each in said if each != b"[DONE]"]
+        return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+def serving(cluster: OpsCluster) -> str:
+    """Return the gateway that has a request now."""
+    rows = cluster.status()["processes"]
+    (name,) = [
+        row["process"]
+        for row in rows
+        if row["process"].startswith("gateway") and row["report"]["sessions"]
+    ]
+    return str(name)
+
+
+def test_a_stream_survives_the_death_of_its_gateway(cluster: OpsCluster) -> None:
+    """``kill -9`` in the middle; the text is that of the undisturbed run, each event had once."""
+    calm = Client(cluster, "tell me")
+    calm.begin()
+    assert calm.done
+    assert len(calm.text()) >= TOKENS
+    cut = Client(cluster, "tell me")
+    cut.begin(upto=12)
+    cluster.process(serving(cluster)).send(signal.SIGKILL)
+    cut.connection.close()
+    cut.resume()
+    ids = [event.split(b"\n")[0] for event in cut.events]
+    assert len(set(ids)) == len(ids), "an event came twice"
+    assert ids == [event.split(b"\n")[0] for event in calm.events]
+    assert cut.text() == calm.text()
+
+
+def test_a_cut_connection_is_resumed(cluster: OpsCluster) -> None:
+    """The client's socket breaks; whichever gateway takes the next one goes on, twice."""
+    wait_until(lambda: len(gateways(cluster)) == 2, 20, "both gateways")
+    calm = Client(cluster, "another one")
+    calm.begin()
+    cut = Client(cluster, "another one")
+    cut.begin(upto=5)
+    cut.connection.close()
+    cut.resume()
+    assert cut.text() == calm.text()
+    again = Client(cluster, "")
+    again.token, again.events = cut.token, cut.events[:7]
+    again.resume()
+    assert again.events == cut.events, "complete, and told again from the middle"
+
+
+def gateways(cluster: OpsCluster) -> list[str]:
+    rows = cluster.status()["processes"]
+    return [r["process"] for r in rows if r["process"].startswith("gateway") and r.get("report")]
+
+
+def test_nothing_is_left_behind(cluster: OpsCluster) -> None:
+    """The sequences and records of all that was resumed are gone."""
+
+    def quiet() -> bool:
+        rows = {row["process"]: row.get("report") for row in cluster.status()["processes"]}
+        decode, router = rows["decode-0"], rows["router-0"]
+        return sum(decode["sequences"].values()) + sum(router["requests"].values()) == 0
+
+    wait_until(quiet, 15, f"everything free: {cluster.status()}")

@@ -1,0 +1,354 @@
+"""Conversations with a gateway whose requests outlive their connections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from baton.core.events import DrainRequested, LeaseChanged
+from baton.core.ids import Peer, Role
+from baton.core.lifecycles import LeaseState
+from baton.core.limits import Limits
+from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
+from baton.gateway.machine import GatewayMachine
+from baton.gateway.vocabulary import (
+    CancelWanted,
+    Deliver,
+    End,
+    NotResumed,
+    ReaderBack,
+    ReaderGone,
+    Ready,
+    ResumableWanted,
+    ResumeWanted,
+    Submitted,
+    Unresumable,
+)
+from baton.ports.driving import CallLedger, Exit, LedgerAnswered
+from baton.ports.ledger import (
+    AnyOp,
+    ClaimResumable,
+    CloseResumable,
+    Denial,
+    Denied,
+    OpenResumable,
+    Repeated,
+    Resumable,
+    Unavailable,
+)
+from baton.ports.transport import Received
+from baton.wire.messages import (
+    RequestEnded,
+    RequestFailed,
+    RequestMoved,
+    RequestPlaced,
+    RequestResumed,
+    RequestSpec,
+    SubmitRequest,
+    TokenChunk,
+    TokenRun,
+    TokensBounded,
+)
+from support.machine_playbook import Like, Playbook, request, sent
+
+ME, OTHER = Peer("gateway-0", 1), Peer("gateway-1", 9)
+R, D = Peer("router-0", 2), Peer("decode-0", 5)
+WINDOW_MS = 20_000
+CLAIM = ResumeWanted("n1", "c", "t", "k")
+GONE = Outcome(Ending.CANCELLED, reason=Reason.GATEWAY_LOST)
+
+
+def wanted(**fields: Any) -> ResumableWanted:
+    values = {"token": "t", "owner": "k", "choices": ("c",), "recipe": b"recipe", **fields}
+    return ResumableWanted("c", window_ms=WINDOW_MS, **values)  # type: ignore[arg-type]
+
+
+def given(turn: int, again: int = 0, answer: bytes = b"", **fields: Any) -> Resumable:
+    values: dict[str, Any] = {"repeat": "", "requests": ("c",), "recipe": b"recipe", **fields}
+    return Resumable(turn, again, WINDOW_MS, closed=bool(answer), answer=answer, **values)
+
+
+def spec(name: str = "c") -> RequestSpec:
+    return replace(request(name, gateway=ME, max_tokens=9), resume_ms=WINDOW_MS)
+
+
+class Gateway(Playbook):
+    """A gateway with one router and one decode worker."""
+
+    def __init__(self, **limits: Any) -> None:
+        super().__init__(GatewayMachine(ME, Limits(**limits)))
+        self.feed(LeaseChanged(LeaseState.HELD))
+        self.up(R, Role.ROUTER)
+        self.up(D, Role.DECODE)
+
+    def answered(self, reply: Any, *expected: object, kind: type = object) -> None:
+        """The ledger answers the last call (of that kind)."""
+        self.feed(LedgerAnswered(self.op(kind), reply), *expected)
+
+    def op(self, kind: type) -> AnyOp:
+        calls = [command.op for command in self.all if isinstance(command, CallLedger)]
+        found: AnyOp = [op for op in calls if isinstance(op, kind)][-1]
+        return found
+
+    def opened(self) -> None:
+        """A resumable request that runs, and has a reader."""
+        self.feed(wanted(), call(OpenResumable, window_ms=WINDOW_MS))
+        self.answered(given(0), Like(Ready, resumable_id="c", submit=True))
+        self.feed(Submitted(spec(), "c"), sent(R, SubmitRequest, turn=1))
+        self.hear(R, RequestPlaced("c", 1, D))
+
+    def claimed(self, turn: int = 3) -> None:
+        """One that ran at another gateway."""
+        self.feed(CLAIM, call(ClaimResumable, token="t", owner="k"))
+        self.answered(given(turn), Like(Ready, submit=True))
+        self.feed(Submitted(spec(), "c"), sent(R, SubmitRequest, turn=(turn << 16) + 1, held=0))
+
+    def tokens(self, index: int, *ids: int, finish: FinishReason | None = None, **f: Any) -> None:
+        run = TokenRun(f.pop("name", "c"), f.pop("epoch", 1), index, ids, finish=finish)
+        self.do_hear(TokenChunk((run,)))
+
+    def do_hear(self, message: Any) -> None:
+        self.do(Received(D, message))
+
+    def ends(self) -> list[End]:
+        return [command for command in self.all if isinstance(command, End)]
+
+
+def call(kind: type, **values: object) -> Like:
+    return Like(CallLedger, op=Like(kind, **values))
+
+
+def closing(play: Gateway) -> CloseResumable:
+    op = play.op(CloseResumable)
+    assert isinstance(op, CloseResumable)
+    return op
+
+
+def test_a_reader_that_comes_back_is_told_everything() -> None:
+    """From the first id on, and then what follows; decode may go on without a bound again."""
+    play = Gateway(resume_tokens_max=100)
+    play.opened()
+    play.tokens(0, 50, 51)
+    play.feed(ReaderGone("c"), sent(D, TokensBounded, upto=9))
+    play.tokens(2, 52)
+    play.feed(CLAIM, call(ClaimResumable))
+    play.answered(given(1), Like(Ready, submit=False))
+    told = Like(Deliver, request_id="c", index=0, ids=(50, 51, 52))
+    play.feed(ReaderBack("c"), told, sent(D, TokensBounded, upto=9))
+    assert play.wait(WINDOW_MS / 1000 + 1) == []
+
+
+def test_decode_is_bounded_in_every_attempt_while_nobody_reads() -> None:
+    """The worker of the next attempt hears it with its first token."""
+    play = Gateway(resume_tokens_max=3)
+    play.opened()
+    play.tokens(0, 50)
+    play.feed(ReaderGone("c"), sent(D, TokensBounded, epoch=1, upto=4))
+    play.hear(R, RequestPlaced("c", 2, D))
+    play.tokens(1, 51, epoch=2)
+    assert play.messages(TokensBounded, D)[-1] == TokensBounded("c", 2, 4)
+
+
+def test_nobody_comes_back() -> None:
+    """The request is cancelled, and the ledger forgets it: its token is worth nothing."""
+    play = Gateway()
+    play.opened()
+    play.tokens(0, 50)
+    play.feed(ReaderGone("c"), sent(D, TokensBounded))
+    play.wait(WINDOW_MS / 1000 + 1)
+    assert [end.outcome.reason for end in play.ends()] == [Reason.CLIENT_DISCONNECTED]
+    assert closing(play).over
+    play.answered(given(0), kind=CloseResumable)
+    assert not play.machine.state.kept
+
+
+def test_an_answer_is_kept_by_the_ledger() -> None:
+    """Complete, it is told again from there, at any gateway."""
+    play = Gateway()
+    play.opened()
+    play.tokens(0, 50, 51, finish=FinishReason.STOP)
+    close = closing(play)
+    assert (close.over, close.keep_ms, close.turn) == (False, WINDOW_MS, 0)
+    play.answered(given(0, answer=close.answer), kind=CloseResumable)
+    assert not play.machine.state.kept
+    other = Gateway()
+    other.feed(CLAIM, call(ClaimResumable))
+    other.answered(given(1, answer=close.answer), Like(Ready, submit=False))
+    told = Like(Deliver, index=0, ids=(50, 51), finish=FinishReason.STOP)
+    other.feed(ReaderBack("c"), told, Like(End, request_id="c"))
+    assert not other.machine.state.kept
+
+
+def test_the_ledger_is_told_of_the_end_until_it_answers() -> None:
+    """At most as long as the answer would be kept; meanwhile it is here."""
+    play = Gateway()
+    play.opened()
+    play.tokens(0, 50, finish=FinishReason.STOP)
+    for _ in range(3):
+        play.answered(Unavailable("away"), kind=CloseResumable)
+        assert any(isinstance(c, CallLedger) for c in play.wait(6))
+    play.feed(CLAIM, call(ClaimResumable))
+    play.answered(Unavailable("away"), Like(Ready, submit=False), kind=ClaimResumable)
+    play.feed(ReaderBack("c"), Like(Deliver, ids=(50,)), Like(End))
+    play.answered(Unavailable("away"), kind=CloseResumable)
+    play.wait(WINDOW_MS / 1000)
+    play.answered(Unavailable("away"), kind=CloseResumable)
+    assert not play.machine.state.kept
+
+
+def test_another_gateways_claim_ends_it_here_quietly() -> None:
+    """Its reader is told, its router too; the request goes on and the ledger hears nothing."""
+    play = Gateway()
+    play.opened()
+    play.tokens(0, 50)
+    turn = 1 << 16
+    moved = sent(R, RequestMoved, request_id="c", turn=turn)
+    superseded = Like(End, outcome=Like(Outcome, reason=Reason.SUPERSEDED))
+    play.hear(D, RequestResumed("c", turn), moved, superseded)
+    assert not play.machine.state.sessions
+    late = TokenChunk((TokenRun("c", 1, 1, (51,)),))
+    play.hear(D, late)
+    assert not play.messages(RequestEnded), "its worker is another gateway's by now"
+    play.hear(R, RequestPlaced("c", 1, D), sent(R, RequestMoved, turn=turn))
+
+
+def test_an_old_word_about_another_gateway_changes_nothing() -> None:
+    """It was claimed back since."""
+    play = Gateway()
+    play.claimed(turn=3)
+    play.hear(R, RequestResumed("c", 2 << 16))
+    assert play.machine.state.sessions
+
+
+def test_tokens_may_come_before_anybody_says_in_which_epoch() -> None:
+    """The router told decode first; what it sends is the answer from the start."""
+    play = Gateway()
+    play.claimed()
+    play.tokens(0, 50, 51, epoch=4)
+    assert play.last(Deliver).ids == (50, 51)
+    play.hear(R, RequestPlaced("c", 4, D))
+    play.tokens(2, 52, epoch=3)
+    assert play.last(Deliver).ids == (50, 51), "a lower epoch is refused as ever"
+    play.tokens(2, 52, epoch=4)
+    assert play.last(Deliver).ids == (52,)
+
+
+def test_ids_that_are_nowhere_are_made_again() -> None:
+    """The old gateway died with the complete answer: the same request runs under another name."""
+    play = Gateway()
+    play.claimed(turn=1)
+    completed = Outcome(Ending.COMPLETED, finish=FinishReason.STOP, completion_tokens=2)
+    failed = RequestFailed("c", 1, completed)
+    play.hear(R, failed, call(ClaimResumable, again=True, token="t"))
+    submitted = sent(R, SubmitRequest, spec=Like(RequestSpec, request_id="c~2"), turn=1)
+    play.answered(given(2, again=2), submitted)
+    play.hear(R, RequestPlaced("c~2", 1, D))
+    play.tokens(0, 50, 51, name="c~2", finish=FinishReason.STOP)
+    assert play.last(Deliver).request_id == "c"
+    close = closing(play)
+    play.answered(given(2, again=2, answer=close.answer), kind=CloseResumable)
+    assert not play.machine.state.names
+
+
+def test_what_ended_for_want_of_a_client_is_over() -> None:
+    """Its window passed while nobody was there: the late client is told so."""
+    play = Gateway()
+    play.claimed()
+    play.do(Received(R, RequestFailed("c", 1, GONE)))
+    assert play.ends()[-1].outcome == GONE
+    assert closing(play).over
+
+
+def test_a_claim_that_cannot_be_served_now_may_be_made_again() -> None:
+    """No router has a place: nothing is ended that runs elsewhere."""
+    play = Gateway(queue_deadline_ms=1_000)
+    play.claimed()
+    play.wait(3)
+    assert [end.outcome.ending for end in play.ends()] == [Ending.REFUSED]
+    assert not [c for c in play.all if isinstance(c, CallLedger) and "End" in type(c.op).__name__]
+    assert not play.machine.state.kept
+
+
+def test_an_idempotency_key_joins_what_it_names() -> None:
+    """Or begins anew if that is gone; with another body it is refused."""
+    play = Gateway()
+    play.feed(wanted(repeat="i", body="b"), call(OpenResumable, repeat="i"))
+    claim = call(ClaimResumable, resumable_id="first", repeat="i", new_token="t")
+    play.answered(Repeated("first", same=True), claim)
+    anew = call(OpenResumable, resumable_id="c", anew=True)
+    play.answered(Denied(Denial.OVER), anew)
+    play.answered(Repeated("x", same=False), Like(NotResumed, why=Unresumable.DIFFERS))
+
+
+def test_a_denial_is_told() -> None:
+    """Each in its own word."""
+    for denial in (Denial.UNKNOWN, Denial.FOREIGN, Denial.OVER):
+        play = Gateway()
+        play.feed(CLAIM, call(ClaimResumable))
+        play.answered(Denied(denial), Like(NotResumed, claim="n1", why=Unresumable(denial.value)))
+
+
+def test_an_emptied_ledger_does_not_part_a_client_from_what_runs_here() -> None:
+    """With the right token and key; a wrong one is as unknown as ever."""
+    play = Gateway()
+    play.opened()
+    play.feed(ReaderGone("c"), sent(D, TokensBounded))
+    play.feed(CLAIM, call(ClaimResumable))
+    play.answered(Denied(Denial.UNKNOWN), Like(Ready, submit=False))
+    for wrong in (ResumeWanted("n2", "c", "x", "k"), ResumeWanted("n3", "c", "t", "other")):
+        play.feed(wrong, call(ClaimResumable))
+        play.answered(Denied(Denial.UNKNOWN), Like(NotResumed, why=Unresumable.UNKNOWN))
+
+
+def test_the_ledger_is_asked_again_and_not_for_ever() -> None:
+    """A claim waits for it as long as an admission would."""
+    play = Gateway()
+    play.feed(CLAIM, call(ClaimResumable))
+    play.answered(Unavailable("away"))
+    asked = [each for each in play.wait(0.3) if isinstance(each, CallLedger)]
+    assert len(asked) == 1
+    play.now += 10
+    refused = Like(NotResumed, why=Unresumable.REFUSED, reason=Reason.LEDGER_UNAVAILABLE)
+    play.answered(Unavailable("away"), refused)
+
+
+def test_what_is_claimed_and_never_read_is_left_to_the_next_claim() -> None:
+    """Its client left while the ledger was asked."""
+    play = Gateway()
+    play.feed(CLAIM, call(ClaimResumable))
+    play.answered(given(1), Like(Ready, submit=True))
+    play.feed(ReaderGone("c"), Like(End))
+    assert not play.machine.state.kept
+    play.feed(replace_claim("n2"), call(ClaimResumable))
+    play.answered(given(2), Like(Ready, submit=True))
+
+
+def replace_claim(name: str) -> ResumeWanted:
+    return ResumeWanted(name, "c", "t", "k")
+
+
+def test_a_client_may_cancel() -> None:
+    """At once, and for good."""
+    play = Gateway()
+    play.opened()
+    play.do(CancelWanted("c"))
+    assert [end.outcome.reason for end in play.ends()] == [Reason.CLIENT_CANCELLED]
+    assert closing(play).over
+
+
+def test_a_gateway_that_goes_away_leaves_its_resumables_to_others() -> None:
+    """Those that nobody reads at once, the others when time is up: none of them is ended."""
+    play = Gateway(drain_ms=5_000)
+    play.opened()
+    play.tokens(0, 50)
+    play.feed(DrainRequested())
+    assert play.machine.state.sessions
+    said = play.wait(6)
+    assert [end.outcome.ending for end in play.ends()] == [Ending.REFUSED]
+    assert any(isinstance(command, Exit) for command in said)
+    assert not [c for c in said if isinstance(c, CallLedger)]
+    away = Gateway()
+    away.opened()
+    away.feed(ReaderGone("c"), sent(D, TokensBounded))
+    assert any(isinstance(command, Exit) for command in away.do(DrainRequested()))

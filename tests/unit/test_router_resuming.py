@@ -1,0 +1,101 @@
+"""Conversations with a router whose requests lose their gateway and are resumed at another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from baton.core.ids import Peer, Role
+from baton.core.lifecycles import RequestState
+from baton.core.outcomes import Reason
+from baton.ports.driving import CallLedger
+from baton.ports.ledger import Adopted, AdoptRequest, Conflict, EndRequest, RetryRequest
+from baton.wire.messages import (
+    CancelWork,
+    RequestEnded,
+    RequestPlaced,
+    RequestResumed,
+    RequestSpec,
+    SubmitRequest,
+    WorkAdopted,
+)
+from support.machine_playbook import sent
+from support.router_playbook import CANCELLED, FENCE, D, G, P, Router, call, cancels, spec
+
+G2 = Peer("gateway-1", 42)
+TURN = 1 << 16
+WINDOW_MS = 20_000
+
+
+def lasting(gateway: Peer = G) -> RequestSpec:
+    return replace(spec(), resume_ms=WINDOW_MS, gateway=gateway)
+
+
+def placed(request: RequestSpec | None = None) -> Router:
+    """A router that has placed a resumable request of gateway G."""
+    play = Router()
+    play.place(request or lasting())
+    return play
+
+
+def ended(play: Router) -> list[Any]:
+    ops = [command.op for command in play.all if isinstance(command, CallLedger)]
+    return [op for op in ops if isinstance(op, EndRequest)]
+
+
+def claim(play: Router, turn: int = TURN) -> SubmitRequest:
+    """Another gateway is linked, and what it submits."""
+    if G2 not in play.machine.state.gateways:
+        play.up(G2, Role.GATEWAY)
+    return SubmitRequest(lasting(G2), turn=turn)
+
+
+def test_a_claim_moves_the_request_to_its_new_gateway() -> None:
+    """The record first; then decode hears whom to send to, and the old gateway that it lost it."""
+    play = placed()
+    resumed = sent(G, RequestResumed, request_id="r", turn=TURN)
+    play.hear(G2, claim(play), resumed, call(AdoptRequest, turn=TURN, epoch=1))
+    told = [sent(worker, WorkAdopted, turn=TURN, gateway=G2, held=0) for worker in (D, P)]
+    adopted = Adopted(1, RequestState.DECODING, 1, 0, D, P)
+    play.answered(adopted, *told, sent(G2, RequestPlaced, epoch=1, decode=D))
+    play.hear(G, RequestEnded("r", 1, CANCELLED))
+    assert "r" in play.machine.state.entries, "a gateway that lost it has no say"
+    play.hear(G2, RequestEnded("r", 1, CANCELLED), *cancels(D, P))
+    assert not play.machine.state.entries
+
+
+def test_a_gateway_with_a_lower_turn_is_told_so() -> None:
+    """It was frozen, or slow: nothing of the request changes, nor does who is waited for."""
+    play = placed()
+    play.hear(G2, claim(play), sent(G, RequestResumed), call(AdoptRequest))
+    adopted = Adopted(1, RequestState.DECODING, 1, 0, D, None)
+    play.answered(adopted, sent(D, WorkAdopted), sent(G2, RequestPlaced))
+    play.lose(G2, gone=True)
+    told = sent(G, RequestResumed, request_id="r", turn=TURN)
+    play.hear(G, SubmitRequest(lasting(), turn=2), told)
+    assert play.machine.state.entries["r"].gateway_gone
+
+
+def test_the_request_waits_for_its_window_and_no_longer() -> None:
+    """With its gateway dead; every other request ends at once."""
+    play = placed()
+    play.lose(G, gone=True)
+    play.wait(WINDOW_MS / 1000 - 1)
+    assert not ended(play)
+    play.wait(2)
+    (end,) = ended(play)
+    assert end.outcome.reason is Reason.GATEWAY_LOST
+    assert len(play.messages(CancelWork)) == 2
+    plain = placed(spec())
+    plain.lose(G, *cancels(D, P), call(EndRequest), gone=True)
+
+
+def test_whom_the_ledger_gave_to_another_one_tells_its_gateway() -> None:
+    """The record has a higher turn: another gateway claimed it through another router."""
+    play = placed()
+    play.failed(D, Reason.NO_BLOCKS, *cancels(D, P), FENCE)
+    play.fenced(call(RetryRequest, epoch=1))
+    conflict = Conflict(2, RequestState.PLACED, turn=TURN)
+    play.answered(conflict, sent(G, RequestResumed, request_id="r", turn=TURN))
+    assert not play.machine.state.entries
