@@ -324,3 +324,13 @@ def test_a_superseded_router_ends_nothing_in_the_ledger_either() -> None:
     assert len(said) == 1 and call(EndRequest, by=Peer("router-0", 1)).matches(said[0])
     play.answered(Conflict(1, R.DECODING))
     assert not play.machine.state.entries
+
+
+def test_a_record_that_was_restored_after_the_end_is_ended_again() -> None:
+    """The gateway ended it in a ledger that was emptied since: nobody else would."""
+    play = Router()
+    play.place(spec())
+    play.feed(LeaseChanged(LeaseState.LOST))
+    play.feed(LeaseChanged(LeaseState.HELD), call(AdoptRequest, turn=1, epoch=1))
+    ended = call(EndRequest, request_id="r", outcome=COMPLETED)
+    play.hear(G, RequestEnded("r", 1, COMPLETED), ended)

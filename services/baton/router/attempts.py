@@ -159,6 +159,7 @@ class Attempts:
         placed = entry.phase is Phase.PLACED
         workers = (entry.decode, entry.prefill) if placed else ()
         op = AdoptRequest(entry.spec, self.state.me, entry.turn, entry.epoch, *workers)
+        entry.restored = True
         self.state.emit(CallLedger(op))
 
     def _ledger_silent(self, entry: Entry, reason: str, now: float) -> None:

@@ -99,6 +99,8 @@ class Entry:
     closed_at: float = 0.0
     gateway_lost_at: float | None = None
     """Since when there is no link to its gateway."""
+    restored: bool = False
+    """Its record may have been made anew after the ledger was emptied."""
     held: int = 0
     """Output ids that its gateway had when it was adopted."""
     gateway_gone: bool = False

@@ -90,7 +90,8 @@ class Verdicts:
         self.over[request_id] = outcome
         while len(self.over) > OVER_MAX:
             self.over.popitem(last=False)
-        if message.early:
+        if message.early or entry.restored:
+            # Its gateway may have ended it in a ledger that was emptied since.
             self.born_late(request_id, entry.epoch)
 
     def born_late(self, request_id: str, epoch: int) -> None:
