@@ -130,7 +130,27 @@ def test_stop_cancels(browser: Browser, cluster: GatewayCluster, way: str) -> No
     work = cluster.only_work()
     outcome = cluster.wait(lambda: work.ended)
     assert outcome is not None
-    assert outcome.reason is Reason.CLIENT_DISCONNECTED
+    assert outcome.reason is Reason.CLIENT_CANCELLED
+
+
+def test_a_broken_connection_is_resumed(browser: Browser, cluster: GatewayCluster) -> None:
+    """The page comes back by itself, and the answer is whole: nothing lost, nothing twice."""
+    cluster.script = Script(ids=tuple(ANSWER.encode()), step_s=0.02)
+
+    def cut() -> None:
+        for transport in list(cluster.serving.connections):
+            transport.abort()  # type: ignore[attr-defined]
+
+    async def story(page: Page) -> None:
+        await ask(page, "Talk")
+        for part in (4, 12):
+            await page.until(LAST, lambda text, part=part: len(text) > part)
+            await asyncio.to_thread(cluster.call, cut)
+        await page.until(LAST, lambda text: text == ANSWER)
+        assert f"{len(ANSWER.encode()) + 1} tokens" in await page.until(FACTS)
+
+    use(browser, cluster, story)
+    assert len(cluster.works) == 1
 
 
 def test_conversation_and_settings_are_sent(browser: Browser, cluster: GatewayCluster) -> None:

@@ -92,6 +92,69 @@ def test_a_stream_without_its_end_mark_is_an_error(server: http.server.HTTPServe
         _ask(_url(server), 200, CHUNK % ("half", "null"))
 
 
+class _Resuming(http.server.BaseHTTPRequestHandler):
+    """Cuts the stream after each event, and goes on after the one that the client had last."""
+
+    events: ClassVar[list[str]] = []
+    seen: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._serve("", f"POST {self.headers['X-Baton-Resume']}")
+
+    def do_GET(self) -> None:
+        last = self.headers["Last-Event-ID"]
+        self._serve(last, f"GET {self.path} {last}")
+
+    def do_DELETE(self) -> None:
+        self.seen.append(f"DELETE {self.path}")
+        self.send_response(204)
+        self.end_headers()
+
+    def _serve(self, last: str, line: str) -> None:
+        self.seen.append(line)
+        self.send_response(200)
+        self.send_header("X-Baton-Resume-Token", "c.t")
+        self.end_headers()
+        position = int(last) + 1 if last else 0
+        self.wfile.write(f"id: {position}\n{self.events[position]}".encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
+@pytest.fixture
+def cutting(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A gateway whose connections break after every event."""
+    monkeypatch.setattr("baton.cli.client.RESUME_PAUSE_S", 0.0)
+    _Resuming.seen, _Resuming.events = [], [CHUNK % ("a", "null"), CHUNK % ("b", '"stop"'), DONE]
+    with http.server.HTTPServer(("127.0.0.1", 0), _Resuming) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+        thread.start()
+        yield _url(running)
+        running.shutdown()
+        thread.join()
+
+
+def test_a_stream_that_breaks_is_resumed_where_it_was(cutting: str) -> None:
+    """However often; nothing is said twice, and what is complete is not cancelled."""
+    stream = GatewayClient(cutting).stream_chat([], model="m", max_tokens=1, temperature=0.0)
+    *pieces, answer = list(stream)
+    assert [piece.text for piece in pieces if isinstance(piece, Delta)] == ["a", "b"]
+    assert isinstance(answer, Answer)
+    assert answer.finish == "stop"
+    path = "/v1/requests/c.t/events"
+    assert _Resuming.seen == ["POST 60", f"GET {path} 0", f"GET {path} 1"]
+
+
+def test_leaving_a_stream_cancels_what_could_be_resumed(cutting: str) -> None:
+    """A closed connection alone would leave it running."""
+    stream = GatewayClient(cutting).stream_chat([], model="m", max_tokens=1, temperature=0.0)
+    next(stream)
+    stream.close()
+    assert _Resuming.seen == ["POST 60", "DELETE /v1/requests/c.t"]
+
+
 def test_a_unix_socket_is_reached_too(tmp_path: Path) -> None:
     """http+unix:// addresses name a socket's path."""
     path = tmp_path / "g.sock"

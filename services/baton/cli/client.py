@@ -1,16 +1,17 @@
 """Asks a gateway over HTTP, as any client would, with nothing but the standard library.
 
-Decides how the address in the cluster's record is reached (TCP or a Unix socket) and how an SSE
-stream is read. Closing a stream in the middle cancels the request.
+Decides how the address in the cluster's record is reached (TCP or a Unix socket), how an SSE stream
+is read, and that one which breaks is resumed. Closing a stream in the middle cancels the request.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from urllib.parse import urlsplit
 from baton.cli.terminal import CommandError, ExitCode
 
 UNIX_SCHEME = "http+unix"
+#: How long a request waits for this client when its connection breaks.
+RESUME_S = 60
+RESUME_PAUSE_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ class GatewayClient:
     ) -> Pieces:
         """Yield the pieces of the answer as they come, and an :class:`Answer` at the end.
 
-        Closing the iterator early closes the connection, which cancels the request.
+        A connection that breaks is followed by another one, as long as the request is kept. Closing
+        the iterator early cancels the request.
         """
         body = {
             "model": model,
@@ -89,18 +94,63 @@ class GatewayClient:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        stream = _Stream(time.monotonic())
+        try:
+            headers = {**self._headers, "X-Baton-Resume": str(RESUME_S)}
+            path, text = "/v1/chat/completions", json.dumps(body)
+            yield from self._read(stream, "POST", path, text, headers)
+            while not stream.done:
+                self._wait_to_resume(stream)
+                path = f"/v1/requests/{stream.token}/events"
+                headers = {**self._headers, "Last-Event-ID": stream.last_id}
+                yield from self._read(stream, "GET", path, None, headers)
+        finally:
+            if stream.token and not stream.done:
+                self._cancel(stream.token)
+
+    def _read(
+        self,
+        stream: _Stream,
+        method: str,
+        path: str,
+        body: str | None,
+        headers: dict[str, str],
+    ) -> Pieces:
+        """Yield what one connection brings; one that breaks may be followed by another."""
         connection = self._connect(timeout=None)
         try:
-            started = time.monotonic()
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), self._headers)
+            connection.request(method, path, body, headers)
             response = connection.getresponse()
+            if response.status == http.client.SERVICE_UNAVAILABLE and stream.token:
+                return
             if response.status != http.client.OK:
                 raise CommandError(_error_text(response.status, response.read()))
-            yield from _read_stream(response, started)
+            stream.token = response.headers.get("X-Baton-Resume-Token") or stream.token
+            for piece in stream.read(response):
+                stream.broken_at = None
+                yield piece
         except (OSError, http.client.HTTPException) as error:
-            raise CommandError(f"the stream from {self._url} broke: {error}") from None
+            stream.trouble = str(error)
         finally:
             connection.close()
+
+    def _wait_to_resume(self, stream: _Stream) -> None:
+        """Wait a moment before the next try; raise when there is nothing to resume any more."""
+        now = time.monotonic()
+        stream.broken_at = stream.broken_at or now
+        if not stream.token or now - stream.broken_at > RESUME_S:
+            raise CommandError(f"the stream from {self._url} broke: {stream.trouble}")
+        time.sleep(RESUME_PAUSE_S)
+
+    def _cancel(self, token: str) -> None:
+        """Nobody wants the rest. Without an answer it ends with its window."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection = self._connect(timeout=2.0)
+            try:
+                connection.request("DELETE", f"/v1/requests/{token}", headers=self._headers)
+                connection.getresponse().read()
+            finally:
+                connection.close()
 
     def _get(self, path: str, timeout: float) -> tuple[int, bytes]:
         connection = self._connect(timeout)
@@ -129,31 +179,61 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def _read_stream(response: http.client.HTTPResponse, started: float) -> Pieces:
-    first: float | None = None
-    finish, pieces, tokens = None, 0, 0
-    for line in response:
-        if not line.startswith(b"data:"):
-            continue  # A comment that keeps the connection alive, or the empty line after an event.
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            seconds = time.monotonic() - started
-            yield Answer(finish, tokens or pieces, first or seconds, seconds)
-            return
-        event: dict[str, Any] = json.loads(data)
-        if "error" in event:
-            raise CommandError(f"the request failed: {event['error'].get('message')}")
+class _Stream:
+    """What is known of an answer, over all the connections that brought it."""
+
+    def __init__(self, started: float) -> None:
+        self.token = ""
+        self.last_id = ""
+        self.done = False
+        self.trouble = "it ended without its end mark: the gateway went away"
+        self.broken_at: float | None = None
+        self._started = started
+        self._first: float | None = None
+        self._finish: str | None = None
+        self._pieces = self._tokens = 0
+
+    def read(self, lines: Iterable[bytes]) -> Pieces:
+        """Yield the pieces of one connection's lines.
+
+        Raises:
+            CommandError: the request failed.
+        """
+        event_id = ""
+        for line in lines:
+            if line.startswith(b"id:"):
+                event_id = line[3:].strip().decode()
+            if not line.startswith(b"data:"):
+                continue  # A comment that keeps the connection alive, or an event's end.
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                self.done = True
+                yield self._answer()
+                return
+            event: dict[str, Any] = json.loads(data)
+            if "error" in event:
+                if event["error"].get("code") == "draining" and self.token:
+                    return  # another gateway goes on
+                self.done = True
+                raise CommandError(f"the request failed: {event['error'].get('message')}")
+            yield from self._pieces_of(event)
+            self.last_id, event_id = event_id or self.last_id, ""
+
+    def _pieces_of(self, event: dict[str, Any]) -> Pieces:
         if event.get("usage"):
-            tokens = int(event["usage"]["completion_tokens"])
+            self._tokens = int(event["usage"]["completion_tokens"])
         for choice in event.get("choices", ()):
-            finish = choice.get("finish_reason") or finish
+            self._finish = choice.get("finish_reason") or self._finish
             text = choice.get("delta", {}).get("content") or ""
             if text:
-                now = time.monotonic() - started
-                first = first or now
-                pieces += 1
+                now = time.monotonic() - self._started
+                self._first = self._first or now
+                self._pieces += 1
                 yield Delta(text, now)
-    raise CommandError("the stream ended without its end mark: the gateway went away")
+
+    def _answer(self) -> Answer:
+        seconds = time.monotonic() - self._started
+        return Answer(self._finish, self._tokens or self._pieces, self._first or seconds, seconds)
 
 
 def _health_words(body: bytes) -> str:

@@ -153,6 +153,7 @@ function body() {
 }
 
 class Problem extends Error {}
+const RESUME_S = 60; // how long the server keeps an answer whose connection broke
 
 async function refusal(answer) {
   let text = "";
@@ -160,6 +161,41 @@ async function refusal(answer) {
   const wait = answer.headers.get("retry-after");
   const again = wait ? ` Try again in ${wait} s.` : "";
   return new Problem(`${text || "The server answered " + answer.status}.${again}`.replace("..", "."));
+}
+
+// An answer over as many connections as it takes: one that breaks is resumed where it was, until the
+// server has it no more or nobody answers for RESUME_S.
+async function* answered(signal, kept) {
+  let lastId = "", brokenAt = null;
+  for (;;) {
+    try {
+      const answer = await (kept.token
+        ? fetch(`v1/requests/${kept.token}/events`, { headers: { ...headers(), ...(lastId && { "Last-Event-ID": lastId }) }, signal })
+        : fetch("v1/chat/completions", {
+          method: "POST",
+          headers: { "Content-Type": "application/json", "X-Baton-Resume": String(RESUME_S), ...headers() },
+          body: body(),
+          signal,
+        }));
+      if (answer.status === 204) { yield null; return; }
+      if (!answer.ok && !(kept.token && answer.status === 503)) throw await refusal(answer);
+      kept.token = answer.headers.get("x-baton-resume-token") ?? kept.token;
+      for await (const { id, data } of answer.ok ? events(answer) : []) {
+        const chunk = data === "[DONE]" ? null : JSON.parse(data);
+        if (chunk?.error?.code === "draining") break; // another gateway goes on
+        yield chunk;
+        if (chunk === null) return;
+        lastId = id || lastId;
+        brokenAt = null;
+      }
+    } catch (error) {
+      if (!kept.token || error.name === "AbortError" || error instanceof Problem) throw error;
+    }
+    brokenAt ??= performance.now();
+    if (!kept.token || performance.now() - brokenAt > RESUME_S * 1000) return;
+    await new Promise((resolve) => setTimeout(resolve, 300));
+    signal.throwIfAborted();
+  }
 }
 
 async function* events(answer) {
@@ -171,7 +207,10 @@ async function* events(answer) {
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
-      if (part.startsWith("data: ")) yield part.slice(6);
+      const lines = part.split("\n");
+      const value = (name) => lines.find((line) => line.startsWith(name))?.slice(name.length);
+      const data = value("data: ");
+      if (data !== undefined) yield { id: value("id: ") ?? "", data };
     }
   }
 }
@@ -185,18 +224,10 @@ async function ask(text) {
   running = new AbortController();
   update();
   let content = "", complete = false, problem = "";
-  const own = chat;
+  const own = chat, kept = { token: "" };
   try {
-    const answer = await fetch("v1/chat/completions", {
-      method: "POST",
-      headers: { "Content-Type": "application/json", ...headers() },
-      body: body(),
-      signal: running.signal,
-    });
-    if (!answer.ok) throw await refusal(answer);
-    for await (const data of events(answer)) {
-      if (data === "[DONE]") { complete = true; break; }
-      const chunk = JSON.parse(data);
+    for await (const chunk of answered(running.signal, kept)) {
+      if (chunk === null) { complete = true; break; }
       if (chunk.error) throw new Problem(chunk.error.message);
       run.usage = chunk.usage ?? run.usage;
       const choice = chunk.choices[0];
@@ -213,7 +244,11 @@ async function ask(text) {
     }
     if (!complete) throw new Problem("The connection was cut before the answer was complete");
   } catch (error) {
-    if (error.name === "AbortError") problem = "stopped";
+    if (error.name === "AbortError") {
+      problem = "stopped";
+      // A closed connection alone would leave it running for whoever comes back.
+      if (kept.token) fetch(`v1/requests/${kept.token}`, { method: "DELETE", headers: headers() }).catch(() => {});
+    }
     else if (error instanceof Problem) problem = error.message;
     else problem = run.chunks ? "The connection was cut before the answer was complete" : "The server cannot be reached";
   }
