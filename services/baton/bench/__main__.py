@@ -40,7 +40,7 @@ BENCHES: dict[str, Bench] = {
         lambda quick: engine.measure(repeats=1 if quick else 3, steps=5 if quick else 30),
         engine.page,
     ),
-    "recovery": (lambda quick: recovery.measure(repeats=1 if quick else 3), recovery.page),
+    "recovery": (lambda quick: recovery.measure(repeats=1 if quick else 5), recovery.page),
     "verification": (
         lambda quick: verification.measure(repeats=2 if quick else 10),
         verification.page,
