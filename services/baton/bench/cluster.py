@@ -36,11 +36,15 @@ class BenchCluster:
     settings: dict[str, str]
     environ: dict[str, str]
 
-    def processes(self) -> dict[str, int]:
-        """Return the pid of each process that is up and ready, by its name."""
+    def processes(self, up_s: float = 0.0) -> dict[str, int]:
+        """Return the pid of each process that is ready and up for ``up_s``, by its name."""
         rows = json.loads(self.baton("status", "--json").stdout)["processes"]
-        ready = [row for row in rows if row.get("report") and row["report"].get("ready")]
-        return {row["process"]: row["pid"] for row in ready}
+        reports = {row["process"]: (row["pid"], row.get("report") or {}) for row in rows}
+        return {
+            name: pid
+            for name, (pid, report) in reports.items()
+            if report.get("ready") and report["uptime_s"] >= up_s
+        }
 
     def baton(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command of `baton` on this cluster."""

@@ -24,6 +24,9 @@ LENGTHS = (500, 2000, 4000)
 #: Pieces before the kill, and the length of the whole answer.
 BEFORE, ANSWER = 20, 80
 PATIENCE_S = 120.0
+#: A process that ends sooner is started again after a pause that grows with each such end: that is
+#: the supervisor's care for one that cannot run, not what a death costs.
+STEADY_S = 13.0
 WAYS = {
     "import": "another decode worker imports",
     "prefill": "another one, prompt prefilled again",
@@ -108,8 +111,9 @@ def _recovered(cluster: BenchCluster, request_id: str) -> dict[str, object]:
 
 
 def _all_ready(cluster: BenchCluster, way: str) -> bool:
-    wanted = {"decode-0"} if way == "take_over" else {"decode-0", "decode-1"}
-    return wanted | {"prefill-0"} <= set(cluster.processes())
+    if way == "take_over":
+        return {"decode-0", "prefill-0"} <= set(cluster.processes(STEADY_S))
+    return {"decode-0", "decode-1", "prefill-0"} <= set(cluster.processes())
 
 
 def _until(seen: Callable[[], bool], what: str) -> None:
