@@ -1,6 +1,6 @@
 """The whole cluster under faults, seed by seed.
 
-200 seeds; ``make test-all`` goes on while ``$BATON_SIM_BUDGET_S`` seconds (170 unless set) are left.
+200 seeds; ``make test-all`` goes on for ``$BATON_SIM_BUDGET_S`` seconds (170 unless set) in all.
 A seed that fails is named with the command that runs it again and tells its story.
 """
 
