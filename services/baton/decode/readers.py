@@ -1,7 +1,7 @@
 """Who reads a sequence's tokens: its gateway, another one, or nobody for a while.
 
 Decides how long a sequence goes on that nobody reads, how far, and what a gateway is sent that
-takes it over (ADR 0016). Only a resumable request outlives its gateway; every other one ends with
+takes it over (ADR 0017). Only a resumable request outlives its gateway; every other one ends with
 it.
 """
 

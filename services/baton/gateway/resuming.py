@@ -1,7 +1,7 @@
 """Requests that outlive their connection: opened, left, resumed here or elsewhere, kept, given up.
 
 Decides who serves a resumable request (its last claim in the ledger), how long it goes on with
-nobody reading, and what a client that comes back is told (ADR 0016). Which events a client has seen
+nobody reading, and what a client that comes back is told (ADR 0017). Which events a client has seen
 is not its business: a new reader is told everything from the first id.
 """
 
