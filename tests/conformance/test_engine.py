@@ -14,7 +14,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.fake import FakeEngine
 from baton.engine.fake_model import fake_info
 from baton.engine.info import layout_of
-from baton.engine.native.library import Level
+from baton.engine.native.binding import Level
 from baton.engine.torch_engine import TorchEngine
 from baton.ports.engine import Engine, StepFailed
 from support.engine_compiled import LEVELS, attention_engine, step_engine

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from baton.engine.compiled_attention import CompiledAttention
 from baton.engine.info import cpu_flags, layout_of
 from baton.engine.llama_engine import LlamaEngine
-from baton.engine.native import library
+from baton.engine.native import binding
 from baton.engine.native.abi import Library
 from baton.engine.pack import describe, tensors_of
 from baton.engine.packed import write_packed
@@ -24,22 +24,22 @@ from support.engine_models import tiny_info, tiny_model
 BLOCK = 16
 CONTEXT = 1024
 #: Levels that this CPU runs, best first.
-LEVELS = [level for level in library.levels() if level.flags <= cpu_flags()]
+LEVELS = [level for level in binding.levels() if level.flags <= cpu_flags()]
 
 
 @cache
-def library_of(level: library.Level = LEVELS[0]) -> Library:
+def library_of(level: binding.Level = LEVELS[0]) -> Library:
     """Return the compiled library; the cache that a user's would be in keeps it."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     where = Path(os.environ.get("BATON_MODEL_CACHE_DIR") or home / "baton")
     try:
-        return Library(library.build_library(where, level))
-    except library.BuildFailed as error:
+        return Library(binding.build_library(where, level))
+    except binding.BuildFailed as error:
         pytest.fail(f"the kernels are not compiled: {error}")
 
 
 def step_engine(
-    family: str, dtype: str, *, threads: int = 1, level: library.Level = LEVELS[0]
+    family: str, dtype: str, *, threads: int = 1, level: binding.Level = LEVELS[0]
 ) -> LlamaEngine:
     """Return the compiled step of a tiny model."""
     model: Any = tiny_model(family).to(_dtype(dtype))
@@ -54,7 +54,7 @@ def step_engine(
 
 
 def attention_engine(
-    family: str, dtype: str, *, threads: int = 1, level: library.Level = LEVELS[0]
+    family: str, dtype: str, *, threads: int = 1, level: binding.Level = LEVELS[0]
 ) -> TorchEngine:
     """Return a tiny model's modules with the compiled attention."""
     model: Any = tiny_model(family).to(_dtype(dtype))

@@ -16,7 +16,7 @@ from baton.engine import pack as packing
 from baton.engine.build import build_engine
 from baton.engine.info import INFO_FILE, ModelNotPrepared
 from baton.engine.kernels import TORCH, KernelChoice, KernelsMissing, choose_kernels
-from baton.engine.native import library
+from baton.engine.native import binding
 from baton.engine.pack import pack
 from baton.engine.packed import find_packed, packed_path, read_spec
 from baton.engine.prepare_kernels import prepare_kernels
@@ -51,7 +51,7 @@ def chosen(path: Path, info: ModelInfo, setting: str = "auto", **changes: Any) -
 def compiled(tmp_path: Path) -> Path:
     """A cache in which the best level's library lies already."""
     (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / f"{library.name_of(BEST)}.so").symlink_to(library_of(BEST).path)
+    (tmp_path / "kernels" / f"{binding.name_of(BEST)}.so").symlink_to(library_of(BEST).path)
     return tmp_path
 
 
@@ -60,18 +60,18 @@ def test_from_plain_torch_to_the_compiled_step(tmp_path: Path, compiled: Path) -
     info = folder_of(tmp_path)
     bare = tmp_path / "bare"
     plain = chosen(tmp_path, info, cache_dir=bare)
-    assert (plain.name, plain.order, plain.library) == (TORCH.name, "tokens", None)
+    assert (plain.name, plain.order, plain.native) == (TORCH.name, "tokens", None)
     assert plain.missing
     assert "not compiled: run `baton model prepare`" in plain.note
     attention = chosen(tmp_path, info)
-    assert attention.name == f"attention-{library.name_of(BEST)}"
+    assert attention.name == f"attention-{binding.name_of(BEST)}"
     assert attention.missing
     assert "its weights are not packed" in attention.note
     said: list[str] = []
     prepare_kernels(tmp_path, "float32", compiled, "auto", said.append)
     assert said[-1] == "packing the weights of tiny in float32"
     step = chosen(tmp_path, info)
-    assert (step.name, step.order) == (f"step-{library.name_of(BEST)}", "lanes")
+    assert (step.name, step.order) == (f"step-{binding.name_of(BEST)}", "lanes")
     assert (step.note, step.missing) == ("", False)
     assert chosen(tmp_path, info, dtype="bfloat16").missing
 
@@ -115,9 +115,9 @@ def test_what_kernels_cannot_do_is_left_to_torch_and_said(tmp_path: Path, compil
 
 def test_the_level_follows_the_cpu() -> None:
     """Every level asks for all that the ones below it ask for; the last one asks for nothing."""
-    assert library.best_level(frozenset()) == library.PORTABLE
-    for level in library.levels():
-        assert library.best_level(level.flags) == level
+    assert binding.best_level(frozenset()) == binding.PORTABLE
+    for level in binding.levels():
+        assert binding.best_level(level.flags) == level
 
 
 def test_a_model_that_the_step_does_not_know_keeps_the_reason(
@@ -188,13 +188,13 @@ def test_without_a_compiler_the_reason_is_said(
     """No compiler, and one that fails: both end in one clear error, and leave no file."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(library.BuildFailed, match="no C\\+\\+ compiler was found"):
-        library.build_library(tmp_path, BEST)
+    with pytest.raises(binding.BuildFailed, match="no C\\+\\+ compiler was found"):
+        binding.build_library(tmp_path, BEST)
     failing = tmp_path / "c++"
     failing.write_text("#!/bin/sh\necho nonsense >&2\nexit 1\n")
     failing.chmod(0o700)
-    with pytest.raises(library.BuildFailed, match="nonsense"):
-        library.build_library(tmp_path, BEST)
+    with pytest.raises(binding.BuildFailed, match="nonsense"):
+        binding.build_library(tmp_path, BEST)
     assert list((tmp_path / "kernels").iterdir()) == []
 
 

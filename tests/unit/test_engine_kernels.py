@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton.engine.native import abi
-from baton.engine.native.library import Level
+from baton.engine.native.binding import Level
 from baton.engine.pack import packed
 from baton.ports.engine import KVLayout
 from support.engine_compiled import LEVELS, library_of

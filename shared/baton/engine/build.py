@@ -54,11 +54,11 @@ def build_engine(
     layout = layout_of(info, dtype, block_size, kernels.order)
     if kind == "fake":
         return FakeEngine(info, layout, knobs, stops=stops, sleep=sleep)
-    if kernels.library is None:
+    if kernels.native is None:
         from baton.engine.torch_engine import TorchEngine
 
         return TorchEngine(model_dir, info, layout, threads=threads)
-    library = Library(kernels.library)
+    library = Library(kernels.native)
     if kernels.packed is not None:
         return LlamaEngine(
             library, kernels.packed, info, layout, kernels=kernels.name, threads=threads

@@ -26,18 +26,18 @@ class CompiledAttention:
         """Start ``threads`` threads; 0 takes the cores this process may run on."""
         self.kernels = kernels
         self.layout = layout
-        self.library = library
+        self.native = library
         self.arenas = Arenas(layout)
         self.pool = library.pool_new(threads or len(os.sched_getaffinity(0)))
 
     def __del__(self) -> None:
         """Stop the threads."""
-        self.library.pool_free(self.pool)
+        self.native.pool_free(self.pool)
 
     def use_threads(self, threads: int) -> None:
         """Have so many threads from now on."""
-        self.library.pool_free(self.pool)
-        self.pool = self.library.pool_new(threads)
+        self.native.pool_free(self.pool)
+        self.pool = self.native.pool_new(threads)
 
     def step(self, rows: Sequence[Row]) -> CompiledStep:
         """Return the attention of one packed step."""
@@ -83,7 +83,7 @@ class CompiledStep:
             softcap=softcap or 0.0,
         )
         places = [part.data_ptr() for part in (*lined, out)]
-        self._attention.library.attend(
+        self._attention.native.attend(
             call, self._attention.pool, self._rows.rows, self._rows.tokens, *places
         )
         return out

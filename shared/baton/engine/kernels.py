@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.engine.info import KERNELS, ModelNotPrepared, cpu_flags
-from baton.engine.native import library
+from baton.engine.native import binding
 from baton.engine.packed import STEP_ARCHITECTURES, find_packed, packed_path
 from baton.ports.engine import ModelInfo
 
@@ -30,7 +30,7 @@ class KernelChoice:
     """Part of the compatibility digest."""
     order: str
     """Of K and V within a block, see :class:`~baton.ports.engine.KVLayout`."""
-    library: Path | None = None
+    native: Path | None = None
     """The compiled library; ``None``: plain torch."""
     packed: Path | None = None
     """Packed weights: the whole step is compiled."""
@@ -70,18 +70,18 @@ def choose_kernels(
     if setting == "torch":
         return KernelChoice(TORCH.name, TORCH.order, note="engine.kernels is torch")
     choice = _library(setting, info, block_size, cache_dir)
-    if choice.library is None:
+    if choice.native is None:
         if setting != "auto":
             raise KernelsMissing(f"engine.kernels = {setting!r}: {choice.note}")
         return choice
     return _with_step(choice, model_dir, info, dtype)
 
 
-def level_for(setting: str) -> library.Level:
+def level_for(setting: str) -> binding.Level:
     """Return the instruction-set level that a setting means here."""
     if setting in ("auto", "compiled"):
-        return library.best_level()
-    return library.level_named(setting)
+        return binding.best_level()
+    return binding.level_named(setting)
 
 
 def _library(setting: str, info: ModelInfo, block_size: int, cache_dir: Path) -> KernelChoice:
@@ -91,11 +91,11 @@ def _library(setting: str, info: ModelInfo, block_size: int, cache_dir: Path) ->
     level = level_for(setting)
     if not level.flags <= cpu_flags():
         return _plain(f"this CPU has no {level.name}")
-    file = library.find_library(cache_dir, level)
+    file = binding.find_library(cache_dir, level)
     if file is None:
         why = f"kernels for {level.name} are not compiled: run `baton model prepare`"
         return _plain(why, missing=True)
-    return KernelChoice(library.name_of(level), "lanes", file)
+    return KernelChoice(binding.name_of(level), "lanes", file)
 
 
 def _with_step(choice: KernelChoice, model_dir: Path, info: ModelInfo, dtype: str) -> KernelChoice:

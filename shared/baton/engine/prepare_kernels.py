@@ -14,7 +14,7 @@ from pathlib import Path
 
 from baton.engine.info import read_info
 from baton.engine.kernels import level_for
-from baton.engine.native.library import BuildFailed, build_library
+from baton.engine.native.binding import BuildFailed, build_library
 from baton.engine.packed import STEP_ARCHITECTURES
 
 
