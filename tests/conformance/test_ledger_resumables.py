@@ -17,6 +17,7 @@ from baton.ports.ledger import (
     AnyOp,
     ClaimResumable,
     CloseResumable,
+    Closing,
     Denial,
     Denied,
     OpenResumable,
@@ -165,9 +166,18 @@ def test_what_was_closed_without_an_answer_is_made_again(bench: LedgerBench) -> 
 def test_what_nobody_wants_any_more_is_over(bench: LedgerBench) -> None:
     """A claim is told so, and the idempotency key is free again."""
     bench.ask(KEYED)
-    bench.ask(replace(CLOSE, answer=b"", over=True, repeat="i"))
+    bench.ask(replace(CLOSE, answer=b"", closed=Closing.OVER, repeat="i"))
     assert bench.ask(CLAIM) == Denied(Denial.OVER)
     assert bench.ask(replace(CLAIM, again=True)) == Denied(Denial.OVER)
+    assert resumable(bench, replace(KEYED, resumable_id="c2")).turn == 0
+
+
+def test_what_was_refused_is_tried_again(bench: LedgerBench) -> None:
+    """For who claims it by its token; its idempotency key is free for another attempt."""
+    bench.ask(KEYED)
+    bench.ask(replace(CLOSE, answer=b"", closed=Closing.REFUSED, repeat="i"))
+    again = resumable(bench, CLAIM)
+    assert (again.turn, again.again, again.closed) == (1, 1, False)
     assert resumable(bench, replace(KEYED, resumable_id="c2")).turn == 0
 
 
@@ -175,7 +185,7 @@ def test_who_was_superseded_closes_nothing_but_brings_its_answer(bench: LedgerBe
     """An answer is the same whoever says so; that nobody wants it is the last gateway's to say."""
     bench.ask(OPEN)
     bench.ask(CLAIM)
-    assert bench.ask(replace(CLOSE, answer=b"", over=True)) == Denied(Denial.CLAIMED)
+    assert bench.ask(replace(CLOSE, answer=b"", closed=Closing.OVER)) == Denied(Denial.CLAIMED)
     assert not resumable(bench, replace(CLAIM, claim="n2")).closed
     assert bench.ask(CLOSE) == Denied(Denial.CLAIMED)
     assert resumable(bench, replace(CLAIM, claim="n3")).answer == b"answer"
@@ -216,7 +226,8 @@ OPS = st.one_of(
     ),
     st.builds(
         CloseResumable,
-        *(IDS, st.integers(0, 4), st.just(60_000), st.sampled_from([b"", b"a"]), BOOLS, NAMES),
+        *(IDS, st.integers(0, 4), st.just(60_000), st.sampled_from([b"", b"a"])),
+        *(st.sampled_from(Closing), NAMES),
     ),
 )
 

@@ -30,6 +30,7 @@ from baton.ports.ledger import (
     AnyOp,
     ClaimResumable,
     CloseResumable,
+    Closing,
     Denial,
     Denied,
     OpenResumable,
@@ -43,6 +44,7 @@ from baton.wire.messages import (
     RequestFailed,
     RequestMoved,
     RequestPlaced,
+    RequestRefused,
     RequestResumed,
     RequestSpec,
     SubmitRequest,
@@ -158,9 +160,25 @@ def test_nobody_comes_back() -> None:
     play.feed(ReaderGone("c"), sent(D, TokensBounded))
     play.wait(WINDOW_MS / 1000 + 1)
     assert [end.outcome.reason for end in play.ends()] == [Reason.CLIENT_DISCONNECTED]
-    assert closing(play).over
+    assert closing(play).closed is Closing.OVER
     play.answered(given(0), kind=CloseResumable)
     assert not play.machine.state.kept
+
+
+def test_a_refusal_that_nobody_heard_is_no_end() -> None:
+    """Its client was away: nothing was computed, and whoever comes back has it tried again."""
+    play = Gateway()
+    play.do(wanted())
+    play.do(LedgerAnswered(play.op(OpenResumable), given(0)))
+    play.do(Submitted(spec(), "c"))
+    play.do(ReaderGone("c"))
+    play.do(Received(R, RequestRefused("c", Reason.LEDGER_UNAVAILABLE, "away")))
+    close = closing(play)
+    assert (close.closed, close.answer) == (Closing.REFUSED, b"")
+    play.do(LedgerAnswered(close, given(0)))
+    assert not play.machine.state.kept
+    play.feed(CLAIM, call(ClaimResumable, token="t", owner="k"))
+    play.answered(given(1, again=1), Like(Ready, resumable_id="c", submit=True))
 
 
 def test_an_answer_is_kept_by_the_ledger() -> None:
@@ -169,7 +187,7 @@ def test_an_answer_is_kept_by_the_ledger() -> None:
     play.opened()
     play.tokens(0, 50, 51, finish=FinishReason.STOP)
     close = closing(play)
-    assert (close.over, close.keep_ms, close.turn) == (False, WINDOW_MS, 0)
+    assert (close.closed, close.keep_ms, close.turn) == (Closing.KEPT, WINDOW_MS, 0)
     play.answered(given(0, answer=close.answer), kind=CloseResumable)
     assert not play.machine.state.kept
     other = Gateway()
@@ -257,7 +275,7 @@ def test_what_ended_for_want_of_a_client_is_over() -> None:
     play.claimed()
     play.do(Received(R, RequestFailed("c", 1, GONE)))
     assert play.ends()[-1].outcome == GONE
-    assert closing(play).over
+    assert closing(play).closed is Closing.OVER
 
 
 def test_a_claim_that_cannot_be_served_now_may_be_made_again() -> None:
@@ -334,7 +352,7 @@ def test_a_client_may_cancel() -> None:
     play.opened()
     play.do(CancelWanted("c"))
     assert [end.outcome.reason for end in play.ends()] == [Reason.CLIENT_CANCELLED]
-    assert closing(play).over
+    assert closing(play).closed is Closing.OVER
 
 
 def test_a_gateway_that_goes_away_leaves_its_resumables_to_others() -> None:

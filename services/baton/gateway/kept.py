@@ -12,15 +12,13 @@ import msgspec
 from baton.core.outcomes import Ending, FinishReason, Outcome
 from baton.gateway.session import Session
 from baton.gateway.vocabulary import Command, Deliver, End
-from baton.ports.ledger import CloseResumable
+from baton.ports.ledger import CloseResumable, Closing
 from baton.wire.messages import RequestSpec, TokenLogprob
 
 #: Claims of one resumable are counted in the upper bits of a request's turn, routers in the lower.
 TURN_BITS = 16
 CLAIMS_MAX = 2**14
 
-#: Ends that leave nothing to tell anybody: nobody wanted it any more, or nothing was computed.
-_UNWANTED = frozenset({Ending.CANCELLED, Ending.REFUSED})
 _BROKEN = frozenset({Ending.FAILED, Ending.EXPIRED})
 
 
@@ -99,10 +97,13 @@ class Kept:
         return any(answer.outcome.ending in _BROKEN for answer in self.answers.values())
 
     @property
-    def unwanted(self) -> bool:
-        """Whether there is nothing to keep."""
+    def closed(self) -> Closing:
+        """How the ledger is told of it when all have ended. A client that is away has not heard of
+        a refusal: it is tried again for whoever comes back."""
         endings = {answer.outcome.ending for answer in self.answers.values()}
-        return bool(endings & _UNWANTED) and not self.failed
+        if self.failed or not endings & {Ending.REFUSED, Ending.CANCELLED}:
+            return Closing.KEPT
+        return Closing.REFUSED if Ending.REFUSED in endings else Closing.OVER
 
     def record(self) -> bytes:
         """Return the answers as the ledger keeps them."""

@@ -34,6 +34,7 @@ from baton.ports.driving import CallLedger, LedgerAnswered, Measure, Note, Send
 from baton.ports.ledger import (
     ClaimResumable,
     CloseResumable,
+    Closing,
     Denial,
     Denied,
     EndRequest,
@@ -378,18 +379,19 @@ class Resuming:
 
     def _close(self, kept: Kept, now: float) -> list[Command]:
         """Let the ledger keep the answer for the window, or forget what nobody wants."""
-        limits, over = self.state.limits, kept.unwanted
-        answer = b"" if over else kept.record()
+        limits, closed = self.state.limits, kept.closed
+        answer, keep_ms = b"", limits.terminal_ttl_ms
+        if closed is Closing.KEPT:
+            answer, keep_ms = kept.record(), kept.window_ms
         if len(answer) > limits.resume_record_bytes_max:
             answer = b""  # it can be made again
-        keep_ms = limits.terminal_ttl_ms if over else kept.window_ms
         kept.closing = CloseResumable(
-            kept.resumable_id, kept.turn, keep_ms, answer, over=over, repeat=kept.repeat
+            kept.resumable_id, kept.turn, keep_ms, answer, closed, kept.repeat
         )
         kept.closing_until = now + keep_ms / 1000
         kept.wait_s = CLOSE_AGAIN_FIRST_S
         self._due.set(kept.resumable_id, None)
-        if not over:
+        if closed is Closing.KEPT:
             self._windows.set(kept.resumable_id, kept.closing_until)
         return [CallLedger(kept.closing)]
 

@@ -163,7 +163,7 @@ class Scribe:
                 own = (str(op.gateway), op.claim, op.owner, op.token, op.repeat, op.new_token)
                 return self._resumable(op.resumable_id, op.repeat, (*own, int(op.again)))
             case CloseResumable():
-                own = (op.turn, op.keep_ms, op.answer, "over" if op.over else "kept")
+                own = (op.turn, op.keep_ms, op.answer, op.closed.value)
                 return self._resumable(op.resumable_id, op.repeat, own)
             case _:
                 assert_never(op)

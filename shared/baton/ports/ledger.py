@@ -182,17 +182,28 @@ class ClaimResumable(Op, frozen=True):
     again: bool = False
 
 
+class Closing(StrEnum):
+    """How a resumable was closed."""
+
+    KEPT = "kept"
+    """Its answer is there, or can be made again."""
+    REFUSED = "refused"
+    """Nothing was computed: it is tried again for who claims it; its idempotency key is free."""
+    OVER = "over"
+    """Nobody wants it any more, and its idempotency key is free."""
+
+
 class CloseResumable(Op, frozen=True):
-    """Every choice has its outcome: ``answer`` is kept for ``keep_ms``. With ``over`` nobody wants
-    it any more, and its idempotency key is free. :class:`Resumable`, or :class:`Denied` if it is
-    unknown, or was claimed since (an answer is taken all the same: it is the same whoever says so).
+    """Every choice has its outcome: ``answer`` is kept for ``keep_ms``. :class:`Resumable`, or
+    :class:`Denied` if it is unknown, or was claimed since (an answer is taken all the same: it is
+    the same whoever says so; what else became of it is known to its last gateway only).
     """
 
     resumable_id: str
     turn: int
     keep_ms: int
     answer: bytes = b""
-    over: bool = False
+    closed: Closing = Closing.KEPT
     repeat: str = ""
 
 

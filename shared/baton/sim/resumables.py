@@ -11,6 +11,7 @@ from baton.core.ids import Peer
 from baton.ports.ledger import (
     ClaimResumable,
     CloseResumable,
+    Closing,
     Denial,
     Denied,
     OpenResumable,
@@ -31,7 +32,7 @@ class _Record:
     turn: int = 0
     claim: str = ""
     again: int = 0
-    closed: str = ""
+    closed: Closing | None = None
     answer: bytes = b""
 
     def given(self) -> Resumable:
@@ -93,13 +94,13 @@ class ResumableModel:
             return Denied(Denial.UNKNOWN)
         if not mine:
             return Denied(Denial.FOREIGN)
-        if record.closed == "over":
+        if record.closed is Closing.OVER:
             return Denied(Denial.OVER)
         if repeated:
             return record.given()
         record.turn += 1
         if not record.answer and (op.again or record.closed):
-            record.again, record.closed = record.turn, ""
+            record.again, record.closed = record.turn, None
             record.expires_at = now + record.op.life_ms
             if (repeat := self._repeat_of(op)) is not None:
                 repeat.expires_at = record.expires_at
@@ -111,11 +112,12 @@ class ResumableModel:
         record = self.records.get(op.resumable_id)
         if record is None:
             return Denied(Denial.UNKNOWN)
-        if not record.closed and not (op.turn < record.turn and op.over):
-            record.closed, record.answer = "over" if op.over else "kept", op.answer
+        kept = op.closed is Closing.KEPT
+        if not record.closed and not (op.turn < record.turn and not kept):
+            record.closed, record.answer = op.closed, op.answer
             record.expires_at = now + op.keep_ms
             repeat = self._repeat_of(op)
-            if repeat is not None and op.over:
+            if repeat is not None and not kept:
                 del self.repeats[op.repeat]
             elif repeat is not None:
                 repeat.expires_at = record.expires_at
