@@ -135,6 +135,26 @@ def test_a_prefill_that_dies_is_a_workers_death_too() -> None:
     assert play.machine.state.entries["r"].blames == []
 
 
+def test_an_attempt_that_was_over_counts_if_it_ended_another_worker_too() -> None:
+    """Once, whichever successor speaks first and however often; unless new tokens came since."""
+    over = LastStep(P, (AttemptId("r", 1),))
+    for first, second in ((over, LastStep(D, ())), (LastStep(D, ()), over)):
+        play = Router((P, D, D1))
+        play.place(spec())
+        play.do_lose(D)
+        retried(play, 2)
+        entry = play.machine.state.entries["r"]
+        play.ready(D_AGAIN)
+        play.do_hear(D_AGAIN, first)
+        play.do_hear(D_AGAIN, second)
+        play.do_hear(D_AGAIN, over)
+        assert [(blame.epoch, blame.lost) for blame in entry.blames] == [(1, None)]
+        entry.progress = 2
+        entry.blames.clear()
+        play.do_hear(D_AGAIN, over)
+        assert not entry.blames
+
+
 def test_nobody_is_given_up_for_deaths_that_nobody_has_spoken_of_yet() -> None:
     """It waits for the successors' words, at most as long as a restart may take."""
     for verdict in ("guilty", "innocent", "silence"):

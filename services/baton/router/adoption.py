@@ -41,6 +41,7 @@ class Adoption:
         """The record is ours: go on from where it stands."""
         entry.epoch = reply.epoch
         entry.blames = [Blame(0, "under another router") for _ in range(reply.failures)]
+        entry.progress = reply.epoch
         self.state.measure("requests_adopted_total")
         self.state.note("adopted", entry, turn=entry.turn, state=reply.state.value)
         if reply.decode is None:

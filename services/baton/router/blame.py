@@ -35,6 +35,7 @@ class Blames:
         """Its gateway says what was delivered. Return whether the request may be tried again."""
         held = len(output) // ID_BYTES
         if held > entry.base:
+            entry.progress = entry.epoch
             entry.blames = [blame for blame in entry.blames if blame.epoch == entry.epoch]
         entry.output, entry.base = output, held
         own = sum(blame.lost is None for blame in entry.blames)
@@ -63,6 +64,8 @@ class Blames:
 
     def heard(self, message: LastStep, now: float) -> None:
         """A successor says who had rows in the step that its former self left."""
+        for attempt in message.attempts:
+            self._name(attempt, message.peer)
         for entry in list(self.state.entries.values()):
             blames = [each for each in entry.blames if each.lost == message.peer]
             if not blames or entry.phase is Phase.CLOSING:
@@ -74,3 +77,15 @@ class Blames:
                     self.state.note("blame_taken_back", entry, worker=str(message.peer))
             if entry.phase is not Phase.FENCING:
                 self.judge(entry, now)
+
+    def _name(self, attempt: AttemptId, peer: Peer) -> None:
+        """An attempt that was over already, for another worker's death, has ended this one too:
+        it counts, once. What the request has delivered since, or since it is here, clears it."""
+        entry = self.state.entries.get(attempt.request_id)
+        if entry is None or not entry.progress <= attempt.epoch < entry.epoch:
+            return
+        known = [blame for blame in entry.blames if blame.epoch == attempt.epoch]
+        if not known:
+            entry.blames.append(Blame(attempt.epoch, f"{peer} ended in a step of it"))
+        elif known[0].lost != peer:
+            known[0].lost = None  # whatever the other worker's successor says

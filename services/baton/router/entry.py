@@ -78,6 +78,8 @@ class Entry:
     """By then ``decode`` must have opened a link here, so that it can be told."""
     reserved: bool = False
     blames: list[Blame] = field(default_factory=list)
+    progress: int = 0
+    """The latest attempt that brought new tokens, or that this router found when it adopted."""
     """Attempts in a row that ended without a result and without a new token; refusals and such as
     nobody is to blame for do not count."""
     on_trial: bool = False
