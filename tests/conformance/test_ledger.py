@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 
@@ -45,12 +43,9 @@ from support.ledger_bench import (
     TTL,
     WAIT_S,
     LedgerBench,
-    RealBench,
-    SimBench,
     member,
     spec,
 )
-from support.ledger_server import LedgerServer
 
 S = RequestState
 ADMIT = AdmitRequest(spec(), ROUTER)
@@ -71,25 +66,6 @@ WAYS: dict[RequestState, list[AnyOp]] = {
     S.COMMITTED: [ADMIT, PLACE, PREFILLING, COMMITTED],
     S.DECODING: [ADMIT, PLACE, PREFILLING, COMMITTED, DECODING],
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LedgerServer]:
-    with LedgerServer() as server:
-        yield server
-
-
-@pytest.fixture(params=["redis", "sim"])
-def bench(request: pytest.FixtureRequest) -> Iterator[LedgerBench]:
-    bench: RealBench | SimBench
-    if request.param == "redis":
-        server: LedgerServer = request.getfixturevalue("server")
-        server.command("FLUSHALL")
-        bench = RealBench(server)
-    else:
-        bench = SimBench()
-    yield bench
-    bench.close()
 
 
 def held(bench: LedgerBench, op: AcquireLease | RenewLease) -> LeaseHeld:

@@ -25,7 +25,7 @@ from baton.ports.ledger import (
     Resumable,
 )
 from baton.sim.ledger import LedgerModel
-from support.ledger_bench import GATEWAY, LIMITS, LedgerBench, RealBench, SimBench
+from support.ledger_bench import GATEWAY, LIMITS, LedgerBench, RealBench
 from support.ledger_server import LedgerServer
 
 OTHER = Peer("gateway-1", 22)
@@ -44,25 +44,6 @@ KEYED = replace(OPEN, repeat="i", body="b")
 CLAIM = ClaimResumable("c1", OTHER, claim="n1", owner="k", token="t")
 CLOSE = CloseResumable("c1", 0, keep_ms=60_000, answer=b"answer")
 OPENED = Resumable(0, 0, 30_000, "", ("c1-0", "c1-1"), RECIPE)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LedgerServer]:
-    with LedgerServer() as server:
-        yield server
-
-
-@pytest.fixture(params=["redis", "sim"])
-def bench(request: pytest.FixtureRequest) -> Iterator[LedgerBench]:
-    bench: RealBench | SimBench
-    if request.param == "redis":
-        server: LedgerServer = request.getfixturevalue("server")
-        server.command("FLUSHALL")
-        bench = RealBench(server)
-    else:
-        bench = SimBench()
-    yield bench
-    bench.close()
 
 
 def resumable(bench: LedgerBench, op: AnyOp) -> Resumable:

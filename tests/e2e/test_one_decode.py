@@ -8,13 +8,13 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from support.cluster_client import Answer, complete, metric
 from support.ops_cluster import OpsCluster, ops_cluster, wait_until
+from support.undisturbed import assert_same_answers, stream_all
 
 STREAMS, TOKENS = 4, 100
 BLOCK = 16
@@ -34,28 +34,13 @@ def cluster() -> Iterator[OpsCluster]:
         yield place
 
 
-def _ask(cluster: OpsCluster, topic: str, number: int, reached: threading.Barrier | None) -> Answer:
-    def count(ids: int) -> None:
-        if ids == 20 and reached is not None:
-            reached.wait(20)
-
-    prompt = [*f"{topic} {number}: ".encode(), *b"the quick brown fox jumps over the lazy dog" * 4]
-    return complete(
-        cluster.port, "m", prompt, max_tokens=TOKENS, ignore_eos=True, temperature=1, seed=number,
-        on_id=count,
-    )  # fmt: skip
-
-
-def _stream(cluster: OpsCluster, topic: str, *, kill: bool) -> list[Answer]:
-    """Stream all prompts of ``topic`` at once; kill decode when each has some ids."""
-    victim = cluster.process("decode-0")
-    reached = threading.Barrier(STREAMS + 1) if kill else None
-    with ThreadPoolExecutor(STREAMS) as clients:
-        found = [clients.submit(_ask, cluster, topic, number, reached) for number in range(STREAMS)]
-        if reached is not None:
-            reached.wait(20)
-            victim.send(signal.SIGKILL)
-        return [each.result(60) for each in found]
+def _requests(topic: str) -> list[dict[str, Any]]:
+    text = b"the quick brown fox jumps over the lazy dog" * 4
+    fields = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1}
+    return [
+        {"prompt": [*f"{topic} {number}: ".encode(), *text], "seed": number, **fields}
+        for number in range(STREAMS)
+    ]
 
 
 def _of_decode(cluster: OpsCluster, name: str, **labels: str) -> float:
@@ -75,14 +60,11 @@ def _serves(cluster: OpsCluster) -> bool:
 def test_nobody_notices_and_no_prompt_is_computed_again(cluster: OpsCluster) -> None:
     """Exactly the same text; of each request at most a block and a step are computed again."""
     wait_until(lambda: _serves(cluster), 30, "ready")
-    calm = _stream(cluster, "same", kill=False)
+    calm = stream_all(cluster, _requests("same"))
     prefilled = metric(cluster.port, "baton_engine_step_tokens_sum", worker="prefill-0")
-    disturbed = _stream(cluster, "same", kill=True)
-    for alone, answer in zip(calm, disturbed, strict=True):
-        assert answer.error is None and not answer.broken, f"{answer}\n{cluster.logs()}"
-        assert answer.ids == alone.ids and answer.text == alone.text
-        assert answer.finish == alone.finish
-        assert answer.usage is not None and answer.usage["completion_tokens"] == TOKENS
+    victim = cluster.process("decode-0")
+    disturbed = stream_all(cluster, _requests("same"), lambda: victim.send(signal.SIGKILL))
+    assert_same_answers(cluster, calm, disturbed, TOKENS)
     assert _of_decode(cluster, "recoveries_total", way="take_over") == STREAMS, cluster.logs()
     again = _of_decode(cluster, "recomputed_tokens_total", way="take_over")
     assert again <= STREAMS * (BLOCK + 2), f"{again} tokens computed again"

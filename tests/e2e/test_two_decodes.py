@@ -5,16 +5,16 @@ The other one goes on from the blocks in its arena; the clients get the undistur
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.cluster_client import Answer, complete, metric
+from support.cluster_client import metric
 from support.ops_cluster import OpsCluster, ops_cluster, wait_until
+from support.undisturbed import assert_same_answers, stream_all
 
 STREAMS, TOKENS = 4, 80
 BLOCK = 16
@@ -35,53 +35,34 @@ def cluster() -> Iterator[OpsCluster]:
         yield place
 
 
-def _ask(cluster: OpsCluster, topic: str, number: int, reached: threading.Barrier | None) -> Answer:
-    def count(ids: int) -> None:
-        if ids == 20 and reached is not None:
-            reached.wait(20)
-
-    prompt = [*f"{topic} {number}: ".encode(), *b"the quick brown fox jumps over the lazy dog"]
-    return complete(
-        cluster.port, "m", prompt, max_tokens=TOKENS, ignore_eos=True, temperature=1, seed=number,
-        on_id=count,
-    )  # fmt: skip
-
-
-def _stream(cluster: OpsCluster, topic: str, disturb: int | None = None) -> list[Answer]:
-    """Stream all prompts of ``topic`` at once; send ``disturb`` to decode-0 when each has 20 ids.
-
-    Prompts that are new are spread over both workers, and come again where they are cached."""
-    victim = cluster.process("decode-0")
-    reached = threading.Barrier(STREAMS + 1) if disturb else None
-    with ThreadPoolExecutor(STREAMS) as clients:
-        found = [clients.submit(_ask, cluster, topic, number, reached) for number in range(STREAMS)]
-        if disturb and reached:
-            reached.wait(20)
-            victim.send(disturb)
-        answers = [each.result(60) for each in found]
-        if disturb == signal.SIGSTOP:
-            victim.send(signal.SIGCONT)
-    return answers
+def _requests(topic: str) -> list[dict[str, Any]]:
+    text = b"the quick brown fox jumps over the lazy dog"
+    fields = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1}
+    return [
+        {"prompt": [*f"{topic} {number}: ".encode(), *text], "seed": number, **fields}
+        for number in range(STREAMS)
+    ]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_nobody_notices(cluster: OpsCluster, how: signal.Signals) -> None:
-    """Exactly the same text, no error, and at most a block and a step of each computed again."""
+    """Exactly the same text, no error, and at most a block and a step of each computed again.
+
+    Prompts that are new are spread over both workers, and come again where they are cached."""
     wait_until(lambda: _ready(cluster), 30, "everybody ready")
-    calm = _stream(cluster, how.name)
+    calm = stream_all(cluster, _requests(how.name))
     before = _counts(cluster)
-    pid = cluster.process("decode-0").pid
-    disturbed = _stream(cluster, how.name, how)
-    for alone, answer in zip(calm, disturbed, strict=True):
-        assert answer.error is None and not answer.broken, f"{answer}\n{cluster.logs()}"
-        assert answer.ids == alone.ids and answer.text == alone.text
-        assert answer.finish == alone.finish
-        assert answer.usage is not None and answer.usage["completion_tokens"] == TOKENS
+    victim = cluster.process("decode-0")
+    disturbed = stream_all(cluster, _requests(how.name), lambda: victim.send(how))
+    if how is signal.SIGSTOP:
+        victim.send(signal.SIGCONT)
+    assert_same_answers(cluster, calm, disturbed, TOKENS)
     imports, again = (now - then for now, then in zip(_counts(cluster), before, strict=True))
     assert imports >= 1, cluster.logs()
     assert again <= imports * (BLOCK + 2), f"{again} tokens computed again for {imports} requests"
     if how is signal.SIGTERM:
-        wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 5, "the drained worker's exit")
+        process = Path(f"/proc/{victim.pid}")
+        wait_until(lambda: not process.exists(), 5, "the drained worker's exit")
 
 
 def _ready(cluster: OpsCluster) -> bool:

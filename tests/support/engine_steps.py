@@ -9,9 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from baton.core.sampling import SamplingParams
-from baton.ports.engine import Engine, KVLayout, Row, Sampled, SampleSpec, TokenIds
+from baton.ports.engine import (
+    Engine,
+    KVLayout,
+    Row,
+    Sampled,
+    SampleSpec,
+    StepFailed,
+    TokenIds,
+)
 
 GREEDY = SamplingParams(seed=1, temperature=0.0)
 
@@ -117,3 +126,24 @@ class Sequel:
         """Take decode steps until there are ``steps`` output ids or one of ``stop``."""
         while len(self.output) < steps and self.output[-1] not in stop:
             self.take(self.engine.step([self.decode_row()])[0])
+
+
+def assert_nan_costs_no_other_row(engine: Engine, prompt: TokenIds) -> None:
+    """Break one of two sequences' memory: it is named and not retryable, and the other one, stepped
+    again, has the token that it has without a neighbour."""
+    arena = Arena(engine, 6)
+    good = Sequel(engine, prompt, ids_of([0, 1]), request_id="good")
+    bad = Sequel(engine, prompt, ids_of([4, 5]), request_id="bad")
+    good.prefill()
+    bad.prefill()
+    size = engine.layout.block_bytes
+    arena.memory[4 * size : 5 * size] = b"\xff" * size
+    with pytest.raises(StepFailed, match="request bad: logits are not finite") as caught:
+        engine.step([bad.decode_row(), good.decode_row()])
+    assert caught.value.request_ids == ("bad",)
+    assert not caught.value.retryable
+    twin = Sequel(engine, prompt, ids_of([2, 3]), request_id="twin")
+    twin.prefill()
+    twin.decode(2)
+    good.take(engine.step([good.decode_row()])[0])
+    assert good.output == twin.output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from support.cluster_client import Answer, complete, complete_all
@@ -24,26 +24,49 @@ def undisturbed_ids(cluster: OpsCluster) -> list[list[int]]:
 
 def streams_during(cluster: OpsCluster, act: Callable[[], None]) -> list[Answer]:
     """Run all streams and call ``act`` when each has begun and none is near its end."""
-    begun = [threading.Event() for _ in PROMPTS]
-    answers: list[Answer | None] = [None] * STREAMS
+    return stream_all(cluster, [{"prompt": prompt, **FIELDS} for prompt in PROMPTS], act, after=10)
+
+
+def stream_all(
+    cluster: OpsCluster,
+    requests: Sequence[Mapping[str, Any]],
+    act: Callable[[], None] | None = None,
+    *,
+    after: int = 20,
+) -> list[Answer]:
+    """Stream all ``requests`` at once; call ``act`` when each has ``after`` ids."""
+    begun = [threading.Event() for _ in requests]
+    answers: list[Answer | None] = [None] * len(requests)
 
     def one(number: int) -> None:
         def count(ids: int) -> None:
-            if ids >= 10:
+            if ids >= after:
                 begun[number].set()
 
-        answers[number] = complete(cluster.port, "m", PROMPTS[number], on_id=count, **FIELDS)
+        answers[number] = complete(cluster.port, "m", on_id=count, **requests[number])
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(STREAMS)]
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(requests))]
     for thread in threads:
         thread.start()
-    for event in begun:
-        assert event.wait(20), cluster.logs()
-    act()
+    if act is not None:
+        for event in begun:
+            assert event.wait(20), cluster.logs()
+        act()
     for thread in threads:
-        thread.join(40)
+        thread.join(60)
         assert not thread.is_alive(), f"silence\n{cluster.logs()}"
     return [answer for answer in answers if answer is not None]
+
+
+def assert_same_answers(
+    cluster: OpsCluster, calm: list[Answer], disturbed: list[Answer], tokens: int
+) -> None:
+    """Assert that every answer is whole and to the token what it is when nothing happens."""
+    for alone, answer in zip(calm, disturbed, strict=True):
+        assert answer.error is None and not answer.broken, f"{answer}\n{cluster.logs()}"
+        assert answer.ids == alone.ids and answer.text == alone.text
+        assert answer.finish == alone.finish
+        assert answer.usage is not None and answer.usage["completion_tokens"] == tokens
 
 
 def assert_undisturbed(cluster: OpsCluster, answers: list[Answer], ids: list[list[int]]) -> None:

@@ -20,10 +20,10 @@ from baton.engine.native import binding
 from baton.engine.pack import pack
 from baton.engine.packed import find_packed, packed_path, read_spec
 from baton.engine.prepare_kernels import prepare_kernels
-from baton.ports.engine import ModelInfo, StepFailed
+from baton.ports.engine import ModelInfo
 from support.engine_compiled import LEVELS, library_of, step_engine
 from support.engine_models import VOCAB, tiny_info, tiny_model
-from support.engine_steps import Arena, Sequel, child_env, ids_of
+from support.engine_steps import Arena, Sequel, assert_nan_costs_no_other_row, child_env, ids_of
 
 BEST = LEVELS[0]
 
@@ -213,24 +213,8 @@ def test_the_compiled_step_loads_no_torch(tmp_path: Path) -> None:
 
 def test_a_row_with_nan_logits_is_named_and_costs_no_other_row() -> None:
     """The broken row is not retryable; the other one, stepped again, has its token."""
-    engine = step_engine("llama", "bfloat16")
-    arena = Arena(engine, 6)
     prompt = np.random.default_rng(4).integers(0, VOCAB, 20).astype(np.int32)
-    good = Sequel(engine, prompt, ids_of([0, 1]), request_id="good")
-    bad = Sequel(engine, prompt, ids_of([4, 5]), request_id="bad")
-    good.prefill()
-    bad.prefill()
-    size = engine.layout.block_bytes
-    arena.memory[4 * size : 5 * size] = b"\xff" * size
-    with pytest.raises(StepFailed, match="request bad: logits are not finite") as caught:
-        engine.step([bad.decode_row(), good.decode_row()])
-    assert caught.value.request_ids == ("bad",)
-    assert not caught.value.retryable
-    twin = Sequel(engine, prompt, ids_of([2, 3]), request_id="twin")
-    twin.prefill()
-    twin.decode(2)
-    good.take(engine.step([good.decode_row()])[0])
-    assert good.output == twin.output
+    assert_nan_costs_no_other_row(step_engine("llama", "bfloat16"), prompt)
 
 
 def test_rows_that_would_leave_their_memory_are_refused() -> None:

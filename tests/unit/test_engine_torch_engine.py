@@ -13,9 +13,8 @@ import torch
 from baton.engine.build import build_engine
 from baton.engine.info import ModelRefused, layout_of
 from baton.engine.torch_engine import TorchEngine
-from baton.ports.engine import StepFailed
 from support.engine_models import VOCAB, tiny_info, tiny_model
-from support.engine_steps import Arena, Sequel, ids_of
+from support.engine_steps import Arena, Sequel, assert_nan_costs_no_other_row, ids_of
 
 pytest_plugins = ["support.engine_fixtures"]
 
@@ -37,24 +36,8 @@ def replace_layout(layout: Any, **changes: Any) -> Any:
 
 def test_a_row_with_nan_logits_is_named_and_costs_no_other_row() -> None:
     """The broken row is not retryable; the other one, stepped again, has its token."""
-    engine = made()
-    arena = Arena(engine, 6)
     prompt = DRAW.integers(0, VOCAB, 20).astype(np.int32)
-    good = Sequel(engine, prompt, ids_of([0, 1]), request_id="good")
-    bad = Sequel(engine, prompt, ids_of([4, 5]), request_id="bad")
-    good.prefill()
-    bad.prefill()
-    size = engine.layout.block_bytes
-    arena.memory[4 * size : 5 * size] = b"\xff" * size
-    with pytest.raises(StepFailed, match="request bad: logits are not finite") as caught:
-        engine.step([bad.decode_row(), good.decode_row()])
-    assert caught.value.request_ids == ("bad",)
-    assert not caught.value.retryable
-    twin = Sequel(engine, prompt, ids_of([2, 3]), request_id="twin")
-    twin.prefill()
-    twin.decode(2)
-    good.take(engine.step([good.decode_row()])[0])
-    assert good.output == twin.output
+    assert_nan_costs_no_other_row(made(), prompt)
 
 
 def test_the_arena_is_used_in_place() -> None:
