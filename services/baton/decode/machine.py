@@ -37,6 +37,7 @@ from baton.decode.scheduler import Scheduler
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
 from baton.decode.takeover import TakenOver
+from baton.decode.view import View
 from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, LedgerAnswered
 from baton.ports.ledger import AdvanceRequest, EndRequest, Unavailable
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
@@ -110,6 +111,7 @@ class DecodeMachine:
         self.imports = Imports(self.state)
         self.admission = Admission(self.state, self.handover, self.imports, self.scheduler)
         self.output = Output(self.state)
+        self.view = View(self.state, self.handover, self.scheduler)
         self.readers = Readers(self.state, self.output, self.scheduler)
         self.departure = Departure(self.state)
         self.left = left
@@ -621,61 +623,19 @@ class DecodeMachine:
             if member.role is Role.ROUTER:
                 self.state.send(peer, status)
 
+    # --- looking in ---------------------------------------------------------------------------
+
     def worker_status(self, now: float) -> WorkerStatus:
         """Return what routers place by."""
-        since = self.scheduler.step_since
-        stages = [seq.stage for seq in self.state.sequences.values()]
-        queued = sum(
-            seq.length - seq.computed
-            for seq in self.state.sequences.values()
-            if seq.stage is Stage.LOCAL
-        )
-        return WorkerStatus(
-            accepting=not self.state.draining and self.state.lease is LeaseState.HELD,
-            running=stages.count(Stage.RUNNING),
-            waiting=self._waiting(stages),
-            queued_tokens=queued,
-            blocks_total=self.state.pool.total,
-            blocks_free=self.state.pool.available(),
-            block_size=self.state.block_size,
-            writers=tuple(sorted(self.handover.writers)),
-            step=self.scheduler.step,
-            step_age_ms=0 if since is None else int((now - since) * 1000),
-        )
-
-    @staticmethod
-    def _waiting(stages: list[Stage]) -> int:
-        """Sequences that will run once their prompt is here."""
-        return sum(map(stages.count, (Stage.REMOTE, Stage.LOCAL, Stage.IMPORTING)))
-
-    # --- looking in ---------------------------------------------------------------------------
+        return self.view.worker_status(now)
 
     def gauges(self) -> Mapping[str, float]:
         """Return the gauges of ``/metrics``."""
-        stages = [seq.stage for seq in self.state.sequences.values()]
-        counts = self.state.pool.counts()
-        gauges = {f"blocks:{state.name.lower()}": float(n) for state, n in counts.items()}
-        gauges["num_requests_running"] = stages.count(Stage.RUNNING)
-        gauges["num_requests_waiting"] = self._waiting(stages)
-        gauges["kv_cache_usage_perc"] = 1 - self.state.pool.available() / self.state.pool.total
-        gauges["arena_bytes"] = float(self.state.pool.total * self.state.block_bytes)
-        return gauges
+        return self.view.gauges()
 
     def status(self) -> dict[str, object]:
         """Return what ``baton status`` shows."""
-        counts = self.state.pool.counts()
-        stages = [seq.stage for seq in self.state.sequences.values()]
-        return {
-            "lease": self.state.lease.value,
-            "draining": self.state.draining,
-            "blocks": {state.name.lower(): n for state, n in counts.items()},
-            "sequences": {stage.value: stages.count(stage) for stage in Stage},
-            "tickets": len(self.handover.tickets),
-            "writers": sorted(str(writer) for writer in self.handover.writers),
-            "peers": sorted(str(peer) for peer in self.state.peers),
-            "step": self.scheduler.step,
-            "preemptions": self.scheduler.preemptions,
-        }
+        return self.view.status()
 
     def holdings(self) -> Holdings:
         """Return what ``baton audit`` compares."""

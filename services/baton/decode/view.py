@@ -1,0 +1,79 @@
+"""What others see of a decode worker: routers, ``/metrics``, ``baton status``.
+
+Decides nothing; reads what the machine's parts hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton.core.lifecycles import LeaseState
+from baton.decode.handover import Handover
+from baton.decode.scheduler import Scheduler
+from baton.decode.sequence import Stage
+from baton.decode.state import State
+from baton.wire.messages import WorkerStatus
+
+#: Sequences that will run once their prompt is here.
+_WAITING = (Stage.REMOTE, Stage.LOCAL, Stage.IMPORTING)
+
+
+class View:
+    """One decode worker, looked at."""
+
+    def __init__(self, state: State, handover: Handover, scheduler: Scheduler) -> None:
+        self.state = state
+        self.handover = handover
+        self.scheduler = scheduler
+
+    def worker_status(self, now: float) -> WorkerStatus:
+        """Return what routers place by."""
+        since = self.scheduler.step_since
+        stages = self._stages()
+        queued = sum(
+            seq.length - seq.computed
+            for seq in self.state.sequences.values()
+            if seq.stage is Stage.LOCAL
+        )
+        return WorkerStatus(
+            accepting=not self.state.draining and self.state.lease is LeaseState.HELD,
+            running=stages.count(Stage.RUNNING),
+            waiting=sum(map(stages.count, _WAITING)),
+            queued_tokens=queued,
+            blocks_total=self.state.pool.total,
+            blocks_free=self.state.pool.available(),
+            block_size=self.state.block_size,
+            writers=tuple(sorted(self.handover.writers)),
+            step=self.scheduler.step,
+            step_age_ms=0 if since is None else int((now - since) * 1000),
+        )
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the gauges of ``/metrics``."""
+        stages = self._stages()
+        counts = self.state.pool.counts()
+        gauges = {f"blocks:{state.name.lower()}": float(n) for state, n in counts.items()}
+        gauges["num_requests_running"] = stages.count(Stage.RUNNING)
+        gauges["num_requests_waiting"] = sum(map(stages.count, _WAITING))
+        gauges["kv_cache_usage_perc"] = 1 - self.state.pool.available() / self.state.pool.total
+        gauges["arena_bytes"] = float(self.state.pool.total * self.state.block_bytes)
+        return gauges
+
+    def status(self) -> dict[str, object]:
+        """Return what ``baton status`` shows."""
+        counts = self.state.pool.counts()
+        stages = self._stages()
+        return {
+            "lease": self.state.lease.value,
+            "draining": self.state.draining,
+            "blocks": {state.name.lower(): n for state, n in counts.items()},
+            "sequences": {stage.value: stages.count(stage) for stage in Stage},
+            "tickets": len(self.handover.tickets),
+            "writers": sorted(str(writer) for writer in self.handover.writers),
+            "peers": sorted(str(peer) for peer in self.state.peers),
+            "step": self.scheduler.step,
+            "preemptions": self.scheduler.preemptions,
+        }
+
+    def _stages(self) -> list[Stage]:
+        return [seq.stage for seq in self.state.sequences.values()]
