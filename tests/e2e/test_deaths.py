@@ -122,10 +122,10 @@ def test_disconnect_frees_everything(cluster: OpsCluster) -> None:
         connection.close()
 
     def quiet() -> bool:
-        rows = {row["process"]: row for row in cluster.status()["processes"]}
-        decode, prefill, router = (
-            rows[name]["report"] for name in ("decode-0", "prefill-0", "router-0")
-        )
+        said = cluster.reports()
+        decode, prefill, router = (said[name] for name in ("decode-0", "prefill-0", "router-0"))
+        if not (decode and prefill and router):
+            return False
         busy = sum(
             count for state, count in decode["blocks"].items() if state not in ("free", "cached")
         )

@@ -47,14 +47,8 @@ def _of_decode(cluster: OpsCluster, name: str, **labels: str) -> float:
     return metric(cluster.port, f"baton_{name}", worker="decode-0", **labels)
 
 
-def _report(cluster: OpsCluster) -> dict[str, Any]:
-    (row,) = [row for row in cluster.status()["processes"] if row["process"] == "decode-0"]
-    found: dict[str, Any] = row["report"] or {}
-    return found
-
-
 def _serves(cluster: OpsCluster) -> bool:
-    return bool(_report(cluster).get("writers")) and bool(cluster.status()["ready"])
+    return bool(cluster.reports()["decode-0"].get("writers")) and bool(cluster.status()["ready"])
 
 
 def test_nobody_notices_and_no_prompt_is_computed_again(cluster: OpsCluster) -> None:
@@ -71,7 +65,7 @@ def test_nobody_notices_and_no_prompt_is_computed_again(cluster: OpsCluster) -> 
     # Their cached prompts had left a rest of less than a block each before the death.
     now = metric(cluster.port, "baton_engine_step_tokens_sum", worker="prefill-0")
     assert now - prefilled <= STREAMS * BLOCK
-    taken_over = _report(cluster)["arena"]["taken_over"]
+    taken_over = cluster.reports()["decode-0"]["arena"]["taken_over"]
     assert taken_over["kept"] > STREAMS * 10 and not taken_over["dropped"], taken_over
 
 
@@ -101,7 +95,7 @@ def test_prefill_goes_on_in_the_memory_that_was_taken_over(cluster: OpsCluster) 
     assert _of_decode(cluster, "prefix_cache_hits_total") >= 2 * BLOCK, cluster.logs()
     wait_until(lambda: _serves(cluster), 30, "ready")
     assert cluster.process("prefill-0") == prefill
-    blocks = _report(cluster)["blocks"]
+    blocks = cluster.reports()["decode-0"]["blocks"]
     assert not blocks["quarantined"] and not blocks["filling"], blocks
     again = complete(cluster.port, "m", prompt, max_tokens=8, ignore_eos=True)
     assert again.ids == found[0].ids

@@ -85,13 +85,8 @@ class Client:
 
 def serving(cluster: OpsCluster) -> str:
     """Return the gateway that has a request now."""
-    rows = cluster.status()["processes"]
-    (name,) = [
-        row["process"]
-        for row in rows
-        if row["process"].startswith("gateway") and row["report"]["sessions"]
-    ]
-    return str(name)
+    (name,) = [each for each, said in cluster.reports().items() if said.get("sessions")]
+    return name
 
 
 def test_a_stream_survives_the_death_of_its_gateway(cluster: OpsCluster) -> None:
@@ -128,16 +123,17 @@ def test_a_cut_connection_is_resumed(cluster: OpsCluster) -> None:
 
 
 def gateways(cluster: OpsCluster) -> list[str]:
-    rows = cluster.status()["processes"]
-    return [r["process"] for r in rows if r["process"].startswith("gateway") and r.get("report")]
+    return [name for name, said in cluster.reports().items() if name.startswith("gateway") and said]
 
 
 def test_nothing_is_left_behind(cluster: OpsCluster) -> None:
     """The sequences and records of all that was resumed are gone."""
 
     def quiet() -> bool:
-        rows = {row["process"]: row.get("report") for row in cluster.status()["processes"]}
-        decode, router = rows["decode-0"], rows["router-0"]
+        said = cluster.reports()
+        decode, router = said["decode-0"], said["router-0"]
+        if not (decode and router):
+            return False
         return sum(decode["sequences"].values()) + sum(router["requests"].values()) == 0
 
     wait_until(quiet, 15, f"everything free: {cluster.status()}")

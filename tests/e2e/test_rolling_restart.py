@@ -67,7 +67,7 @@ class Load:
 
 def _incarnations(cluster: OpsCluster) -> dict[str, object]:
     rows = cluster.status()["processes"]
-    return {row["process"]: row.get("incarnation", row["pid"]) for row in rows}
+    return {row["process"]: row["incarnation"] or row["pid"] for row in rows}
 
 
 SHAPES = {

@@ -66,8 +66,7 @@ def test_nobody_notices(cluster: OpsCluster, how: signal.Signals) -> None:
 
 
 def _ready(cluster: OpsCluster) -> bool:
-    rows = cluster.status()["processes"]
-    return all(row["report"] and row["report"]["ready"] for row in rows if "-" in row["process"])
+    return all(said.get("ready") for name, said in cluster.reports().items() if "-" in name)
 
 
 def _counts(cluster: OpsCluster) -> tuple[float, float]:

@@ -51,8 +51,7 @@ def _audit(cluster: OpsCluster) -> tuple[int, dict[str, set[str]]]:
 
 
 def _arena(cluster: OpsCluster) -> Path:
-    (row,) = [r for r in cluster.status()["processes"] if r["process"] == "decode-0"]
-    return Path(row["report"]["arena"]["path"])
+    return Path(cluster.reports()["decode-0"]["arena"]["path"])
 
 
 def _mark(path: Path, block: int, word: int) -> None:

@@ -106,6 +106,10 @@ class OpsCluster:
         assert done.returncode == 0, done.stdout + done.stderr + self.logs()
         return done.stdout
 
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """Return what each process says of itself; who does not answer now says nothing."""
+        return {row["process"]: row["report"] or {} for row in self.status()["processes"]}
+
     def left_behind(self) -> list[str]:
         """Return processes, sockets and arenas of this cluster that are there now."""
         found = [f"pid {process.pid}" for process in members(self.run_dir)]

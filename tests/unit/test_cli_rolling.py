@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from baton.cli.rolling import Step, is_up, others_up, plan, strangers, unmet
+from baton.cli.status import NO_PROCESS, NOT_REGISTERED
 
 
 def row(process: str, state: str = "running", **more: Any) -> dict[str, Any]:
     """Return a process as `baton status` has it."""
     role = process.rpartition("-")[0] or process
     known = {} if state != "running" or role == "ledger" else {"incarnation": 7}
-    return {"process": process, "role": role, "state": state, **known, **more}
+    named = {"process": process, "role": role, "state": state}
+    return {**NO_PROCESS, **NOT_REGISTERED, **named, **known, **more}
 
 
 SMALL = [row(name) for name in ("decode-0", "gateway-0", "ledger", "prefill-0", "router-0")]
@@ -53,7 +55,7 @@ def test_one_that_is_down_drains_or_does_not_run_yet_is_no_substitute() -> None:
         row("decode-0"),
         row("decode-1", "stopped"),
         row("decode-2", report={"draining": True}),
-        {"process": "decode-3", "role": "decode", "state": "running"},
+        row("decode-3", incarnation=None),
     ]
     assert others_up(rows, "decode-0") == []
     assert others_up([*rows, row("decode-4")], "decode-0") == ["decode-4"]

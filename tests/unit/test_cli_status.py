@@ -8,7 +8,7 @@ import pytest
 
 from baton.cli.cluster import progress
 from baton.cli.record import ClusterRecord
-from baton.cli.status import show
+from baton.cli.status import NO_PROCESS, NOT_REGISTERED, show
 
 RECORD = ClusterRecord(
     name="baton-x",
@@ -40,10 +40,11 @@ def test_a_start_tells_processes_first_and_then_what_the_gateway_misses() -> Non
 def test_a_process_without_a_lease_is_starting(capsys: pytest.CaptureFixture[str]) -> None:
     """It runs, and nobody knows it yet; the ledger never has a lease. The model has the name
     that clients use."""
+    nobody = {**NO_PROCESS, **NOT_REGISTERED}
     processes: list[dict[str, Any]] = [
-        {"process": "decode-0", "role": "decode", "state": "running", "pid": 7},
-        {"process": "ledger", "role": "ledger", "state": "running", "pid": 8},
-        {"process": "prefill-0", "role": "prefill", "state": "exited", "exit_code": 1},
+        {**nobody, "process": "decode-0", "role": "decode", "state": "running", "pid": 7},
+        {**nobody, "process": "ledger", "role": "ledger", "state": "running", "pid": 8},
+        {**nobody, "process": "prefill-0", "role": "prefill", "state": "exited", "exit_code": 1},
     ]
     kernels = {"running": ["torch-tiles-1 x86_64"], "note": "plain torch: no compiler"}
     picture = {"ready": False, "trouble": [], "model": "tiny", "processes": processes}

@@ -39,7 +39,7 @@ class BenchCluster:
     def processes(self, up_s: float = 0.0) -> dict[str, int]:
         """Return the pid of each process that is ready and up for ``up_s``, by its name."""
         rows = json.loads(self.baton("status", "--json").stdout)["processes"]
-        reports = {row["process"]: (row["pid"], row.get("report") or {}) for row in rows}
+        reports = {row["process"]: (row["pid"], row["report"] or {}) for row in rows}
         return {
             name: pid
             for name, (pid, report) in reports.items()

@@ -206,7 +206,7 @@ class _Running:
 
     def _words(self, worker: str) -> str:
         row = self.row(worker)
-        report = row.get("report")
+        report = row["report"]
         if report is not None:
             words = [f"{worker} {row['state']}: {work(report)}", *unmet(self.rows)[:3]]
             return "; ".join(words)
@@ -223,7 +223,7 @@ class _Running:
         if worker == LEDGER:
             return is_up(row) and self._is_well()
         renewed = is_up(row) and row["incarnation"] != before
-        ready = bool((row.get("report") or {}).get("ready"))
+        ready = bool((row["report"] or {}).get("ready"))
         return renewed and ready and self._is_well()
 
     def _is_well(self) -> bool:

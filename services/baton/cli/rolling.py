@@ -40,7 +40,7 @@ class Step:
 
 def is_up(row: Row) -> bool:
     """Whether the process runs and is known to the others."""
-    return row["state"] == "running" and ("incarnation" in row or row["role"] == LEDGER)
+    return row["state"] == "running" and (row["incarnation"] is not None or row["role"] == LEDGER)
 
 
 def others_up(rows: Sequence[Row], worker: str) -> list[str]:
@@ -75,15 +75,15 @@ def strangers(rows: Sequence[Row]) -> list[str]:
     return [
         f"{row['process']}: {row['silent']}"
         for row in rows
-        if row["state"] == "running" and row.get("silent")
+        if row["state"] == "running" and row["silent"]
     ]
 
 
 def unmet(rows: Sequence[Row]) -> list[str]:
     """Return, in words, which running processes have not met each other yet."""
     up = [row for row in rows if is_up(row) and row["role"] != LEDGER]
-    missing = [f"{row['process']} does not answer" for row in up if not row.get("report")]
-    known = {row["process"]: _knows(row) for row in up if row.get("report")}
+    missing = [f"{row['process']} does not answer" for row in up if not row["report"]]
+    known = {row["process"]: _knows(row) for row in up if row["report"]}
     for row in up:
         name = f"{row['process']}/{row['incarnation']}"
         missing += [
@@ -119,4 +119,4 @@ def _knows(row: Row) -> set[str]:
 
 
 def _drains(row: Row) -> bool:
-    return bool((row.get("report") or {}).get("draining"))
+    return bool((row["report"] or {}).get("draining"))

@@ -28,6 +28,10 @@ from baton.runtime.settings import Config
 
 COLUMNS = ("process", "state", "pid", "incarnation", "lease ms", "step", "blocks", "work")
 
+# Every row has the same keys, so that scripts that read the JSON need not ask which are there.
+NO_PROCESS = {"state": "elsewhere", "pid": None, "guard": None, "exit_code": None, "up_s": None}
+NOT_REGISTERED = {"incarnation": None, "lease_ms": None, "report": None, "silent": None}
+
 
 def status(config: Config, *, as_json: bool) -> int:
     """Show the cluster; exit code 0 only if it can serve."""
@@ -118,9 +122,9 @@ def _merge(
         report = reports.get(peer)
         rows.append(
             {
+                **supervised.get(peer.worker_id, {**NO_PROCESS, "pid": one.member.pid}),
                 "process": peer.worker_id,
                 "role": str(one.member.role),
-                **supervised.get(peer.worker_id, {"state": "elsewhere", "pid": one.member.pid}),
                 "incarnation": peer.incarnation,
                 "lease_ms": one.lease_ms,
                 "report": report if isinstance(report, dict) else None,
@@ -131,7 +135,7 @@ def _merge(
     for name, process in supervised.items():
         if name not in known:
             role = LEDGER if name == LEDGER else name.rpartition("-")[0]
-            rows.append({"process": name, "role": role, **process})
+            rows.append({**process, "process": name, "role": role, **NOT_REGISTERED})
     return sorted(rows, key=lambda row: str(row["process"]))
 
 
@@ -152,24 +156,24 @@ def show(picture: Mapping[str, Any], found: ClusterRecord) -> None:
 
 
 def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
-    report = row.get("report") or {}
+    report = row["report"] or {}
     state = row["state"]
-    if row.get("exit_code") is not None:
+    if row["exit_code"] is not None:
         state = f"{state} {row['exit_code']}"
     return (
         row["process"],
         state,
-        row.get("pid") or "-",
-        row.get("incarnation", "-"),
-        row.get("lease_ms", "-"),
+        row["pid"] or "-",
+        row["incarnation"] or "-",
+        "-" if row["lease_ms"] is None else row["lease_ms"],
         report.get("step", "-"),
         blocks(report),
-        row.get("silent") or _work_of(row, report),
+        row["silent"] or _work_of(row, report),
     )
 
 
 def _work_of(row: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    if row["state"] == "running" and "lease_ms" not in row and row["role"] != LEDGER:
+    if row["state"] == "running" and row["lease_ms"] is None and row["role"] != LEDGER:
         return "starting"  # it is up, and loads or waits for the ledger; nobody knows it yet
     if row["state"] == "stopped":
         return f"baton start {row['process']}"
