@@ -352,6 +352,20 @@ def test_the_queue_shrinks_with_every_cancel() -> None:
     assert play.messages(WorkerStatus)[-1].waiting == 6
 
 
+def test_it_tells_how_long_its_chunks_take() -> None:
+    """By their tokens, from the start of a chunk until its result is here."""
+    play = Prefill()
+    play.start(spec("a", tokens=14))
+    play.now += 0.2
+    play.returned(sent(D, ChunkAnnounced), CHUNK)
+    play.now += 0.15
+    play.returned(sent(D, PrefillCommitted))
+    play.wait(0.6)
+    curve = play.messages(WorkerStatus)[-1].curve
+    assert curve.tokens == (6, 8)
+    assert abs(curve.seconds(8) - 0.2) < 0.001
+
+
 def test_a_prompt_that_came_and_went_between_two_statuses_is_told() -> None:
     """The router counts it as waiting until the next status, which must not wait for the beat."""
     play = Prefill()

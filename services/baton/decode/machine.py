@@ -359,8 +359,9 @@ class DecodeMachine:
         self.handover.adopt(seq)
         seq.stage = Stage.RUNNING
         seq.computed = seq.length
-        seconds = now - commit.last_write_ns / 1e9
-        self.state.measure("handover_seconds", max(0.0, seconds))
+        seconds = max(0.0, now - commit.last_write_ns / 1e9)
+        self.state.figures.handover_s.learn(seconds)
+        self.state.measure("handover_seconds", seconds)
         self.state.measure("handovers_total")
         self.state.measure("handover_bytes_total", fresh * self.state.block_bytes)
         self.state.note(
@@ -382,6 +383,7 @@ class DecodeMachine:
     def _step_finished(self, event: StepFinished, now: float) -> None:
         assert event.step == self.scheduler.step
         seconds, results = event.seconds, event.results
+        self.scheduler.learn(now)
         rows = self.scheduler.end_step()
         tokens = sum(len(row.token_ids) for row, _, _ in rows)
         kind = "mixed" if tokens > len(rows) else "decode"
@@ -613,12 +615,10 @@ class DecodeMachine:
 
     def _report(self, now: float) -> None:
         """Tell the routers, at every beat and when what matters to placement has changed."""
-        status = self.worker_status(now)
         # Growth alone is told with the next beat: the router is not on the token path.
-        counts = (status.waiting, status.running, self.placements)
-        load = (status.accepting, status.writers, *counts)
-        if not self.beacon.must_tell(load, now):
+        if not self.beacon.must_tell((*self.view.load(), self.placements), now):
             return
+        status = self.worker_status(now)
         for peer, member in self.state.peers.items():
             if member.role is Role.ROUTER:
                 self.state.send(peer, status)

@@ -37,6 +37,7 @@ class Output:
             self.state.measure("request_decode_seconds", now - seq.running_since)
         seq.stage = Stage.FINISHED
         seq.finished_at = now
+        self.state.figures.answer_tokens.learn(len(seq.output))
         self.state.pool.release(seq.blocks)
         seq.blocks = []
 

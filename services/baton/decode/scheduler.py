@@ -204,6 +204,11 @@ class Scheduler:
 
     # --- ends ---------------------------------------------------------------------------------
 
+    def learn(self, now: float) -> None:
+        """The step in flight has returned all results."""
+        assert self.step_since is not None
+        self.state.figures.stepped(self.rows, now - self.step_since)
+
     def end_step(self) -> list[tuple[Row, tuple[BlockCheck, ...], Sequence]]:
         """The step returned: nothing is pinned by it any more. Return its rows, each with the
         blocks that it filled."""

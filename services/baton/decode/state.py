@@ -12,6 +12,7 @@ from baton.core.ids import Member, Peer
 from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
+from baton.decode.figures import Figures
 from baton.decode.io import MarkBlocks
 from baton.decode.sequence import Sequence, Stage
 from baton.ports.channel import BlockCheck, BlockMark
@@ -35,6 +36,7 @@ class State:
     commands: list[object] = field(default_factory=list)
     lease: LeaseState = LeaseState.VACANT
     draining: bool = False
+    figures: Figures = field(default_factory=Figures)
     in_flight: dict[str, Sequence] = field(default_factory=dict)
     """Sequences in the step that runs now: their blocks are pinned by it."""
     pinned: list[Sequence] = field(default_factory=list)

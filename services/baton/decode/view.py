@@ -26,26 +26,38 @@ class View:
         self.handover = handover
         self.scheduler = scheduler
 
+    def load(self) -> tuple[object, ...]:
+        """Return what routers hear of soon when it changes."""
+        stages = self._stages()
+        waiting = sum(map(stages.count, _WAITING))
+        writers = tuple(sorted(self.handover.writers))
+        return self._accepting(), writers, waiting, stages.count(Stage.RUNNING)
+
+    def _accepting(self) -> bool:
+        return not self.state.draining and self.state.lease is LeaseState.HELD
+
     def worker_status(self, now: float) -> WorkerStatus:
         """Return what routers place by."""
         since = self.scheduler.step_since
         stages = self._stages()
-        queued = sum(
-            seq.length - seq.computed
-            for seq in self.state.sequences.values()
-            if seq.stage is Stage.LOCAL
-        )
+        sequences = self.state.sequences.values()
+        figures, limits = self.state.figures, self.state.limits
         return WorkerStatus(
-            accepting=not self.state.draining and self.state.lease is LeaseState.HELD,
+            accepting=self._accepting(),
             running=stages.count(Stage.RUNNING),
             waiting=sum(map(stages.count, _WAITING)),
-            queued_tokens=queued,
+            queued_tokens=sum(s.length - s.computed for s in sequences if s.stage is Stage.LOCAL),
             blocks_total=self.state.pool.total,
             blocks_free=self.state.pool.available(),
             block_size=self.state.block_size,
             writers=tuple(sorted(self.handover.writers)),
             step=self.scheduler.step,
             step_age_ms=0 if since is None else int((now - since) * 1000),
+            curve=figures.steps.curve(),
+            chunk_tokens=limits.local_prefill_chunk_tokens,
+            context_tokens=sum(s.length for s in sequences if s.stage is Stage.RUNNING),
+            growth_blocks=figures.growth_blocks(sequences, limits.growth_tokens),
+            handover_us=round(figures.handover_s.value * 1e6),
         )
 
     def gauges(self) -> Mapping[str, float]:

@@ -103,7 +103,9 @@ class State:
         told = {peer for peer in session.told if peer in self.links}
         self.endings.remember(request_id, outcome, told)
         early = session.phase is not Phase.RUNNING
-        ended = RequestEnded(request_id, session.epoch, outcome, early)
+        first_at = session.first_at
+        ttft_ms = None if first_at is None else (first_at - session.submitted_at) * 1000
+        ended = RequestEnded(request_id, session.epoch, outcome, early, ttft_ms)
         commands: list[Command] = [Send(peer, ended) for peer in sorted(told)]
         tell_first = outcome.ending is not Ending.COMPLETED
         commands += self.endings.begin(

@@ -16,6 +16,7 @@ from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
+from baton.core.step_times import StepTimes, pairs_of
 from baton.ports.driving import (
     EXIT_RESTART,
     CallLedger,
@@ -126,6 +127,7 @@ class PrefillMachine:
         self.flying: list[tuple[ChunkRow, Job]] = []
         quarter_s = limits.lease_ttl_ms / 4000
         self.chunk_size = ChunkSize(block_size, limits.prefill_chunk_tokens, quarter_s)
+        self.step_times = StepTimes()
         self.tokens_per_s = 0.0
         self.beat_at = 0.0
         self.beacon = Beacon(limits.lease_renew_ms / 1000, limits.status_pause_ms / 1000)
@@ -332,7 +334,7 @@ class PrefillMachine:
     def _chunk_finished(self, event: ChunkFinished, now: float) -> None:
         assert event.step == self.step
         flying, self.flying = self.flying, []
-        self.step_since = None
+        since, self.step_since = self.step_since, None
         tokens = sum(len(row.row.token_ids) for row, _ in flying)
         self._emit(Measure("engine_step_seconds", event.seconds, {"kind": "prefill"}))
         self._emit(Measure("engine_step_tokens", tokens, {"kind": "prefill"}))
@@ -342,6 +344,10 @@ class PrefillMachine:
             weight = SPEED_WEIGHT if self.tokens_per_s else 1.0
             self.tokens_per_s += weight * (speed - self.tokens_per_s)
             self.chunk_size.learn(tokens, event.seconds)
+            assert since is not None
+            starts = ((row.row.start, len(row.row.token_ids)) for row, _ in flying)
+            pairs = sum(pairs_of(start, count) for start, count in starts)
+            self.step_times.learn(tokens, pairs, now - since)
         for (row, job), result in zip(flying, event.results, strict=True):
             if job.stopping:
                 self._stop(job)
@@ -572,24 +578,30 @@ class PrefillMachine:
                 )
 
     def _report(self, now: float) -> None:
-        status = self.worker_status(now)
-        if not self.beacon.must_tell((status.accepting, status.waiting, self.placements), now):
+        load = (self._accepting(), len(self.jobs), self.placements)
+        if not self.beacon.must_tell(load, now):
             return
+        status = self.worker_status(now)
         for peer, member in self.peers.items():
             if member.role is Role.ROUTER:
                 self._send(peer, status)
+
+    def _accepting(self) -> bool:
+        return not self.draining and self.lease is LeaseState.HELD
 
     def worker_status(self, now: float) -> WorkerStatus:
         """Return what routers place by."""
         since = self.step_since
         return WorkerStatus(
-            accepting=not self.draining and self.lease is LeaseState.HELD,
+            accepting=self._accepting(),
             running=len(self.flying),
             waiting=len(self.jobs),
             queued_tokens=sum(job.remaining for job in self.jobs.values()),
             block_size=self.block_size,
             step=self.step,
             step_age_ms=0 if since is None else int((now - since) * 1000),
+            curve=self.step_times.curve(),
+            chunk_tokens=self.chunk_size.tokens(),
         )
 
     # --- looking in ---------------------------------------------------------------------------

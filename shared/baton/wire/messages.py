@@ -22,6 +22,7 @@ from msgspec import Meta
 from baton.core.ids import Peer
 from baton.core.outcomes import FinishReason, Outcome, Reason
 from baton.core.sampling import SamplingParams
+from baton.core.step_times import StepCurve
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Epoch = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -188,6 +189,9 @@ class RequestEnded(Message, frozen=True):
     early: bool = False
     """The gateway had heard of no attempt: the ledger may have got the request's record after its
     end, and then it is the router's to end that too."""
+    ttft_ms: Annotated[float, Meta(ge=0.0)] | None = None
+    """From its submission to the first token, if there was one: what a router's forecast is held
+    against."""
 
 
 # --- router <-> workers -------------------------------------------------------------------------
@@ -324,6 +328,16 @@ class WorkerStatus(Message, frozen=True):
     step: Count = 0
     step_age_ms: Milliseconds = 0
     """Age of the step in flight, 0 if none."""
+    curve: StepCurve = StepCurve()
+    """What it has learned of how long its steps take."""
+    chunk_tokens: Count = 0
+    """Most prompt tokens that it computes in one step."""
+    context_tokens: Count = 0
+    """Of decode: tokens that the running sequences attend to, all together."""
+    growth_blocks: Count = 0
+    """Of decode: blocks that what it has will probably want beside those it has."""
+    handover_us: Count = 0
+    """Of decode: from prefill's last store to the sequence that runs, lately; 0 if unknown."""
 
 
 # --- decode <-> prefill: the hand-over ----------------------------------------------------------

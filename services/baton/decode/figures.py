@@ -1,0 +1,66 @@
+"""What a decode worker has learned of its own work: steps, hand-overs, answers.
+
+Decides how the newest weighs against what was before; who uses the figures decides what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from baton.core.step_times import StepTimes, pairs_of
+from baton.decode.sequence import Sequence, Stage
+from baton.ports.engine import Row
+
+#: The last so many hand-overs and answers count.
+MEMORY = 32
+
+#: Sequences that will not grow any more, or not here.
+_DONE = (Stage.FINISHED, Stage.PAUSED, Stage.MOVED)
+
+
+@dataclass(slots=True)
+class Mean:
+    """A moving mean."""
+
+    count: int = 0
+    value: float = 0.0
+
+    def learn(self, value: float) -> None:
+        self.count = min(self.count + 1, MEMORY)
+        self.value += (value - self.value) / self.count
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one decode worker."""
+
+    steps: StepTimes = field(default_factory=StepTimes)
+    handover_s: Mean = field(default_factory=Mean)
+    """From prefill's last store to the sequence that runs."""
+    answer_tokens: Mean = field(default_factory=Mean)
+
+    def stepped(self, rows: Iterable[Row], seconds: float) -> None:
+        """A step of ``rows`` took ``seconds``, from its start to the next event."""
+        tokens, pairs = 0, 0.0
+        for row in rows:
+            tokens += len(row.token_ids)
+            pairs += pairs_of(row.start, len(row.token_ids))
+        self.steps.learn(tokens, pairs, seconds)
+
+    def growth_blocks(self, sequences: Iterable[Sequence], growth_tokens: int) -> int:
+        """Return how many more blocks what is here will probably want: each answer as long as the
+        last ones were, a longer one a little longer still. Before any answer is known,
+        ``growth_tokens`` more."""
+        blocks = 0
+        for seq in sequences:
+            if seq.stage in _DONE:
+                continue
+            output = len(seq.output)
+            if self.answer_tokens.count:
+                whole = max(round(self.answer_tokens.value), output + seq.block_size)
+            else:
+                whole = output + growth_tokens
+            whole = seq.spec.prompt_tokens + min(whole, max(seq.spec.max_tokens, output))
+            blocks += max(0, seq.blocks_for(whole) - len(seq.blocks))
+        return blocks

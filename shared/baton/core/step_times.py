@@ -1,0 +1,165 @@
+"""How long an engine step takes: learned from steps, told in a few numbers, and what follows.
+
+Decides how a step's time is put together: a base that depends on its tokens (all weights are read
+however few there are), and a share for each pair of a token and one that it attends to. Both are
+measured, in cells of similar token counts with one slope for all of them; what was never seen lies
+on the line through what was. Workers learn, routers only use what they are told; both follow a
+prompt through its chunks with the same functions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import msgspec
+
+#: Cells are half octaves: 1, 2, 3, 4-5, 6-7, 8-11, 12-15 ... tokens; the last one is open.
+CELLS = 26
+#: The last so many steps of a cell count.
+MEMORY = 32
+#: A step that took longer than so many times its cell's mean counts as that much: the machine was
+#: busy with something else.
+OUTLIER = 3.0
+
+
+class StepCurve(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has learned of its steps; empty: nothing yet."""
+
+    tokens: tuple[int, ...] = ()
+    """Tokens of a step, ascending."""
+    micros: tuple[int, ...] = ()
+    """How long such a step takes beside its attention, never descending."""
+    pair_picos: int = 0
+    """For each pair of a token and one it attends to, in 10**-12 s."""
+
+    def seconds(self, tokens: float, pairs: float = 0.0) -> float:
+        """Return how long a step takes; outside of what was seen in proportion, at least as long
+        as the shortest step that was seen."""
+        return self._base(tokens) * 1e-6 + pairs * self.pair_picos * 1e-12
+
+    def _base(self, tokens: float) -> float:
+        xs, ys = self.tokens, self.micros
+        if not xs or tokens <= xs[0]:
+            return float(ys[0]) if ys else 0.0
+        at = bisect_left(xs, tokens)
+        if at < len(xs):
+            x, y = xs[at - 1], ys[at - 1]
+            return y + (tokens - x) * (ys[at] - y) / (xs[at] - x)
+        x, y = xs[-1], ys[-1]
+        if len(xs) == 1:
+            return y * tokens / x
+        # Between the slope of the last two and that of the ray through the origin, since a step of
+        # few tokens says little about the slope: the steeper one.
+        slope = max((y - ys[-2]) / (x - xs[-2]), y / x if x < 16 else 0.0)
+        return y + (tokens - x) * slope
+
+    def prompt_seconds(
+        self, begin: int, end: int, chunk: int, rows: int = 0, context: int = 0
+    ) -> float:
+        """Return how long it takes to compute tokens ``begin`` to ``end`` of a prompt in chunks,
+        in steps with ``rows`` more tokens that attend to ``context`` tokens in all."""
+        count = max(0, end - begin)
+        full, rest = divmod(count, max(1, chunk))
+        steps = full + (rest > 0)
+        seconds = full * self.seconds(rows + chunk)
+        if rest:
+            seconds += self.seconds(rows + rest)
+        pairs = (end * end - begin * begin) / 2 if count else 0.0
+        return seconds + (pairs + steps * context) * self.pair_picos * 1e-12
+
+    def chunk_within(
+        self, limit_s: float, begin: int, *, most: int, unit: int, rows: int = 0, context: int = 0
+    ) -> int:
+        """Return the longest chunk, in whole ``unit`` tokens and at most ``most``, whose step with
+        ``rows`` more tokens takes no longer than ``limit_s``; at least one unit."""
+        low, high = 1, max(1, most // unit)
+        while low < high:
+            middle = (low + high + 1) // 2
+            tokens = middle * unit
+            pairs = context + tokens * (begin + tokens / 2)
+            if self.seconds(rows + tokens, pairs) <= limit_s:
+                low = middle
+            else:
+                high = middle - 1
+        return low * unit
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Steps of similar token counts: moving means, and how time goes with pairs within them."""
+
+    count: int = 0
+    tokens: float = 0.0
+    pairs: float = 0.0
+    seconds: float = 0.0
+    var: float = 0.0
+    """Of the pairs."""
+    cov: float = 0.0
+    """Of pairs and seconds."""
+
+    def learn(self, tokens: int, pairs: float, seconds: float) -> None:
+        self.count = min(self.count + 1, MEMORY)
+        if self.count > 3:
+            seconds = min(seconds, OUTLIER * self.seconds)
+        weight = 1 / self.count
+        dx, dy = pairs - self.pairs, seconds - self.seconds
+        self.tokens += weight * (tokens - self.tokens)
+        self.pairs += weight * dx
+        self.seconds += weight * dy
+        self.var += weight * ((1 - weight) * dx * dx - self.var)
+        self.cov += weight * ((1 - weight) * dx * dy - self.cov)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """What one worker learns of its own steps. At most ``CELLS`` cells."""
+
+    cells: dict[int, _Cell] = field(default_factory=dict)
+
+    def learn(self, tokens: int, pairs: float, seconds: float) -> None:
+        """A step of ``tokens`` tokens, which attended to ``pairs`` in all, took ``seconds``."""
+        if tokens < 1 or seconds <= 0:
+            return
+        cell = self.cells.setdefault(_cell_of(tokens), _Cell())
+        cell.learn(tokens, pairs, seconds)
+
+    def curve(self) -> StepCurve:
+        """Return what was learned."""
+        cells = [self.cells[number] for number in sorted(self.cells)]
+        var = sum(cell.var for cell in cells)
+        slope = max(0.0, sum(cell.cov for cell in cells) / var) if var > 0 else 0.0
+        # No share of attention may take more than the whole step.
+        shares = [cell.seconds / cell.pairs for cell in cells if cell.pairs > 0]
+        slope = min([slope, *shares])
+        bases = [(cell.count, cell.seconds - slope * cell.pairs) for cell in cells]
+        micros = tuple(max(1, round(base * 1e6)) for base in _ascending(bases))
+        tokens = tuple(round(cell.tokens) for cell in cells)
+        return StepCurve(tokens, micros, round(slope * 1e12))
+
+
+def pairs_of(start: int, tokens: int) -> float:
+    """Return how many pairs ``tokens`` tokens from position ``start`` on attend to."""
+    return tokens * (start + tokens / 2)
+
+
+def _cell_of(tokens: int) -> int:
+    octave = tokens.bit_length() - 1
+    upper = 2 * tokens >= 3 << octave
+    return min(2 * octave + upper, CELLS - 1)
+
+
+def _ascending(weighted: Iterable[tuple[int, float]]) -> list[float]:
+    """Return the nearest values that never descend (pool adjacent violators): more tokens do not
+    take less time, whatever chance says."""
+    pools: list[tuple[int, float, int]] = []
+    for weight, value in weighted:
+        pools.append((weight, value, 1))
+        while len(pools) > 1 and pools[-2][1] > pools[-1][1]:
+            (w1, v1, n1), (w2, v2, n2) = pools[-2:]
+            pools[-2:] = [(w1 + w2, (w1 * v1 + w2 * v2) / (w1 + w2), n1 + n2)]
+    values = [value for _, value, count in pools for _ in range(count)]
+    assert all(low <= high for low, high in pairwise(values))
+    return values

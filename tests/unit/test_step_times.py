@@ -1,0 +1,116 @@
+"""Step times are learned from steps: by tokens, by context, and told in a few numbers."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from baton.core.step_times import CELLS, StepCurve, StepTimes, pairs_of
+
+
+def _learned(fixed: float, token: float, pair: float, *, noise: float = 0.0) -> StepCurve:
+    """Steps of an engine that takes ``fixed + token * tokens + pair * pairs`` seconds."""
+    chance = random.Random(7)
+    times = StepTimes()
+    for _ in range(600):
+        tokens = chance.choice((1, 2, 4, 7, 16, 40, 64, 100, 128, 256))
+        pairs = pairs_of(chance.randrange(0, 4_000), tokens)
+        seconds = fixed + token * tokens + pair * pairs
+        times.learn(tokens, pairs, seconds * chance.uniform(1 - noise, 1 + noise))
+    return times.curve()
+
+
+@pytest.mark.parametrize(
+    ("fixed", "token", "pair"), [(0.005, 0.0004, 2e-8), (0.02, 0.0001, 0.0), (0.0, 0.002, 1e-7)]
+)
+def test_what_an_engine_costs_is_found(fixed: float, token: float, pair: float) -> None:
+    """Within ten percent, of any step between those that were seen, despite noise."""
+    curve = _learned(fixed, token, pair, noise=0.1)
+    for tokens, start in ((1, 3_000), (5, 100), (30, 1_000), (64, 0), (200, 2_500), (256, 500)):
+        pairs = pairs_of(start, tokens)
+        expected = fixed + token * tokens + pair * pairs
+        assert curve.seconds(tokens, pairs) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_prompt_in_chunks_is_the_sum_of_its_steps() -> None:
+    """Followed in one formula, beside streams that decode, and from what is cached on."""
+    curve = StepCurve((1, 64, 128), (5_000, 30_000, 55_000), 20_000)
+    for begin, end, chunk, rows, context in ((0, 1_000, 64, 0, 0), (160, 1_000, 48, 6, 3_000)):
+        total, at = 0.0, begin
+        while at < end:
+            tokens = min(chunk, end - at)
+            total += curve.seconds(rows + tokens, context + pairs_of(at, tokens))
+            at += tokens
+        found = curve.prompt_seconds(begin, end, chunk, rows, context)
+        assert found == pytest.approx(total, rel=1e-6)
+    assert curve.prompt_seconds(100, 100, 64) == 0.0
+
+
+def test_a_chunk_keeps_within_a_limit() -> None:
+    """The longest one does; beside more streams, and after a longer prefix, it is shorter."""
+    curve = StepCurve((1, 64, 256), (5_000, 30_000, 110_000), 20_000)
+    sizes = []
+    for rows, begin in ((0, 0), (16, 0), (16, 2_000)):
+        size = curve.chunk_within(0.05, begin, most=256, unit=16, rows=rows)
+        assert curve.seconds(rows + size, pairs_of(begin, size)) <= 0.05
+        longer = size + 16
+        assert curve.seconds(rows + longer, pairs_of(begin, longer)) > 0.05
+        sizes.append(size)
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+    assert curve.chunk_within(0.001, 0, most=256, unit=16) == 16
+    assert curve.chunk_within(9.0, 0, most=256, unit=16) == 256
+
+
+def test_more_tokens_never_take_less_time() -> None:
+    """One slow step of one token does not make longer ones look cheap, nor the other way round."""
+    times = StepTimes()
+    times.learn(1, 0, 0.5)
+    for _ in range(40):
+        times.learn(64, 0, 0.03)
+    curve = times.curve()
+    assert list(curve.micros) == sorted(curve.micros)
+    assert curve.seconds(64) < 0.06
+
+
+def test_a_step_that_something_else_held_up_counts_for_little() -> None:
+    """A pause of the machine says nothing about the engine."""
+    times = StepTimes()
+    for _ in range(40):
+        times.learn(8, 0, 0.01)
+    times.learn(8, 0, 5.0)
+    assert times.curve().seconds(8) < 0.012
+
+
+def test_what_has_changed_is_learned_again() -> None:
+    """After some tens of steps at another speed the old one is forgotten."""
+    times = StepTimes()
+    for seconds in (0.01, 0.03):
+        for _ in range(120):
+            times.learn(8, 0, seconds)
+    assert times.curve().seconds(8) == pytest.approx(0.03, rel=0.05)
+
+
+def test_few_samples_are_extended_with_care() -> None:
+    """Beyond what was seen time grows with the tokens; nothing seen is nothing known."""
+    assert StepCurve().seconds(100) == 0.0
+    one = StepCurve((32,), (20_000,))
+    assert one.seconds(320) == pytest.approx(0.2)
+    assert one.seconds(1) == pytest.approx(0.02)
+    flat = StepCurve((1, 2), (20_000, 20_000))
+    assert flat.seconds(200) > 1.0  # steps of two tokens say nothing about two hundred
+    long = StepCurve((64, 128), (30_000, 50_000))
+    assert long.seconds(256) == pytest.approx(0.09)
+
+
+def test_the_model_has_a_bound_and_travels() -> None:
+    """However different steps are, it is a few numbers, and the same after a message."""
+    times = StepTimes()
+    for tokens in range(1, 70_000, 7):
+        times.learn(tokens, 0, tokens / 1_000)
+    times.learn(0, 0, 1.0)
+    times.learn(1, 0, 0.0)
+    assert len(times.cells) <= CELLS
+    curve = times.curve()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(curve), type=StepCurve) == curve
