@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -42,6 +43,11 @@ def test_a_cluster_answers_and_status_tells_about_every_process(
         assert rows[name]["state"] == "running"
         assert rows[name]["lease_ms"] > 0
         assert rows[name]["report"]["worker_id"] == name
+    printed = json.loads(shared_cluster.baton("status", "--json").stdout)
+    assert {row["process"]: set(row) for row in printed["processes"]} == {
+        name: set(row) for name, row in rows.items()
+    }
+    assert len({frozenset(row) for row in printed["processes"]}) == 1, "the same keys in each"
     table = shared_cluster.baton("status")
     assert table.returncode == 0
     for name in rows:

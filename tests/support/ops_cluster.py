@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from baton.cli.cluster import Cluster
 from baton.cli.processes import ProcessName, members, name_of
 from baton.cli.settings_file import free_port
+from baton.cli.status import gather
+from baton.runtime.config import load
 
 ROOT = Path(__file__).resolve().parents[2]
 BATON = [sys.executable, "-m", "baton.cli.main"]
@@ -71,8 +74,17 @@ class OpsCluster:
         return self.baton("down")
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.baton("status", "--json").stdout)
-        return found
+        """Return what `baton status --json` prints, without a process of its own for it.
+
+        Tests look while something goes on; on a busy machine the start of a command takes longer
+        than what they look at."""
+        cluster = Cluster(load(None, self.env()), self.env(), str)
+        found = cluster.running()
+        assert found is not None, f"no cluster runs {self.logs()}"
+        picture: dict[str, Any] = json.loads(
+            json.dumps(gather(cluster, found, cluster.started_with()))
+        )
+        return picture
 
     def process(self, name: str) -> ProcessName:
         """Return a living process of the cluster by its name: a worker, not its guard."""
