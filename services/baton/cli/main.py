@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from baton.cli import bench
 from baton.cli.terminal import CommandError, ExitCode, warn
 from baton.runtime.config import ConfigError, config_path, load
 from baton.runtime.settings import Config
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serving(commands)
     _add_single(commands)
     _add_asking(commands)
+    bench.add(commands, _add)
     return parser
 
 

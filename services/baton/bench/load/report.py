@@ -1,0 +1,253 @@
+"""Tables of results: what `baton bench show` and `baton bench compare` print.
+
+Decides which figures stand in a table and how two are compared; draws nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.bench.load.results import Result, Run, Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def tables(result: Result) -> list[Table]:
+    """Return everything worth reading of one result."""
+    runs = result.runs
+    found = [
+        Table("latencies, ms", ("", *_labels(runs)), _latencies(runs)),
+        Table("throughput, and what became of the requests", ("", *_labels(runs)), _counts(runs)),
+        Table("goodput: requests/s that met both bounds", ("", *_labels(runs)), _goodput(runs)),
+        Table("the generator itself", ("", *_labels(runs)), _generator(runs)),
+    ]
+    if any(run.figures.server for run in runs):
+        found.append(Table("from Baton's metrics", ("", *_labels(runs)), _server(runs)))
+    errors = [
+        (run.label, str(count), words)
+        for run in runs
+        for words, count in run.figures.errors.items()
+    ]
+    if errors:
+        found.append(Table("errors", ("run", "n", "words"), tuple(errors)))
+    if result.findings:
+        found += findings(result.findings)
+    found.append(Table("conditions", ("", ""), tuple(conditions(result))))
+    return found
+
+
+def findings(found: Mapping[str, Any]) -> list[Table]:
+    """Return the tables that a search or a comparison made beyond its runs."""
+    made = []
+    for each in found.get("tables", ()):
+        rows = tuple(tuple(str(cell) for cell in row) for row in each["rows"])
+        made.append(Table(each["title"], tuple(each["columns"]), rows))
+    return made
+
+
+def sentences(result: Result) -> list[str]:
+    """Return what must be said beside the tables."""
+    said = ["PARTIAL: it was ended by hand"] if result.aborted else []
+    if advice := result.findings.get("advice"):
+        said.append(str(advice))
+    verdicts = {run.label: run.figures.generator.verdict for run in result.runs}
+    said += [f"{label}: {verdict}" for label, verdict in verdicts.items() if verdict]
+    loaded = [
+        f"{run.label} {run.others_cores:.2f}" for run in result.runs if run.others_cores > 0.1
+    ]
+    if loaded:
+        said.append(f"others used the machine meanwhile, in cores: {', '.join(loaded)}")
+    return said + list(result.notes)
+
+
+def compare(a: Result, b: Result) -> list[Table]:
+    """Return two results' runs side by side, each pair with b relative to a.
+
+    Runs are paired by their labels, or by their places if the labels differ.
+    """
+    labels = {run.label: run for run in b.runs}
+    pairs = [(run, labels[run.label]) for run in a.runs if run.label in labels]
+    if not pairs:
+        pairs = list(zip(a.runs, b.runs, strict=False))
+    found = [
+        Table(
+            first.label if first.label == second.label else f"{first.label} | {second.label}",
+            ("", "A", "B", "B to A"),
+            tuple(_compared(first, second)),
+        )
+        for first, second in pairs
+    ]
+    differing = tuple(
+        (name, left, right)
+        for (name, left), (_, right) in zip(conditions(a), conditions(b), strict=True)
+        if left != right
+    )
+    return [*found, Table("conditions that differ", ("", "A", "B"), differing)]
+
+
+def _compared(first: Run, second: Run) -> list[tuple[str, str, str, str]]:
+    rows = []
+    pairs = zip(comparable(first).items(), comparable(second).values(), strict=False)
+    for (name, left), right in pairs:
+        ratio = f"{right / left:.3f}" if left else "-"
+        rows.append((name, _number(left), _number(right), ratio))
+    return rows
+
+
+def comparable(run: Run) -> dict[str, float]:
+    """Return the figures that are worth a ratio."""
+    figures, amount = run.figures, run.cost.amount or 1.0
+    found = {}
+    for name in ("ttft", "itl", "tpot", "e2e"):
+        values: Spread = getattr(figures, name)
+        for share in ("p50", "p95", "p99", "max"):
+            found[f"{name.upper()} {share} ms"] = getattr(values, share)
+    found["requests/s"] = figures.requests_per_s
+    found["output tokens/s"] = figures.output_tokens_per_s
+    found[f"output tokens/s per {run.cost.unit}"] = figures.output_tokens_per_s / amount
+    for each in figures.goodput:
+        bound = f"TTFT {each.slo.ttft_ms:g}, gap {each.slo.gap_ms:g} ms"
+        found[f"goodput/s ({bound})"] = each.per_s
+        found[f"goodput/s per {run.cost.unit} ({bound})"] = each.per_s / amount
+        found[f"attainment ({bound})"] = each.attainment
+    return found
+
+
+def conditions(result: Result) -> list[tuple[str, str]]:
+    """Return the conditions in words, one line each."""
+    found = result.conditions
+    return [(name, _words(getattr(found, name))) for name in found.__struct_fields__]
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    return [run.label for run in runs]
+
+
+def _latencies(runs: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
+    names = {
+        "ttft": "TTFT",
+        "ttft_from_due": "TTFT from due",
+        "itl": "ITL",
+        "tpot": "TPOT",
+        "e2e": "end to end",
+    }
+    return tuple(
+        (
+            f"{words} p50 / p95 / p99 / max",
+            *(_spread(getattr(run.figures, name)) for run in runs),
+        )
+        for name, words in names.items()
+    )
+
+
+def _spread(values: Spread) -> str:
+    if not values.count:
+        return "-"
+    return " / ".join(_number(x) for x in (values.p50, values.p95, values.p99, values.max))
+
+
+def _counts(runs: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
+    def row(name: str, *cells: str) -> tuple[str, ...]:
+        return (name, *cells)
+
+    figures = [run.figures for run in runs]
+    return (
+        row("requests", *(str(f.requests) for f in figures)),
+        row(
+            "ok / failed / refused / unfinished",
+            *(f"{f.ok} / {f.failed} / {f.refused} / {f.unfinished}" for f in figures),
+        ),
+        row("requests/s", *(_number(f.requests_per_s) for f in figures)),
+        row("output tokens/s", *(_number(f.output_tokens_per_s) for f in figures)),
+        row("prompt tokens/s", *(_number(f.prompt_tokens_per_s) for f in figures)),
+        row("cached of prompt tokens", *(f"{f.cached_share:.1%}" for f in figures)),
+        row("cost", *(f"{run.cost.amount:g} {run.cost.unit}" for run in runs)),
+        row(
+            "output tokens/s per cost",
+            *(_number(r.figures.output_tokens_per_s / (r.cost.amount or 1.0)) for r in runs),
+        ),
+    )
+
+
+def _goodput(runs: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
+    rows = []
+    for place, first in enumerate(runs[0].figures.goodput if runs else ()):
+        name = f"TTFT <= {first.slo.ttft_ms:g} ms, gap p99 <= {first.slo.gap_ms:g} ms"
+        cells = []
+        for run in runs:
+            found = run.figures.goodput[place]
+            per_cost = found.per_s / (run.cost.amount or 1.0)
+            cells.append(
+                f"{_number(found.per_s)} ({found.attainment:.1%}; "
+                f"{_number(per_cost)} per {run.cost.unit})"
+            )
+        rows.append((name, *cells))
+    return tuple(rows)
+
+
+def _generator(runs: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
+    found = [run.figures.generator for run in runs]
+    return (
+        ("late p50 / p95 / p99 / max ms", *(_spread(g.late) for g in found)),
+        ("loop lag p50 / p95 / p99 / max ms", *(_spread(g.loop_lag) for g in found)),
+        ("cores used", *(f"{g.cpu_cores:.3f}" for g in found)),
+        ("most requests at once", *(str(g.in_flight_peak) for g in found)),
+        ("cores used by others", *(f"{run.others_cores:.2f}" for run in runs)),
+    )
+
+
+def _server(runs: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
+    found = [run.figures.server for run in runs]
+
+    def row(name: str, cell: str, *values: str) -> tuple[str, ...]:
+        words = [cell.format(s=s) if s else "-" for s in found]
+        return (name, *words, *values)
+
+    return (
+        row("hand-overs", "{s.handovers}"),
+        (
+            "hand-over MiB",
+            *("-" if s is None else f"{s.handover_bytes / 2**20:.1f}" for s in found),
+        ),
+        row("hand-over mean ms", "{s.handover_ms:.2f}"),
+        row("hand-over's share of TTFT", "{s.handover_share_of_ttft:.2%}"),
+        row("prefix cache hits", "{s.prefix_hit_share:.1%}"),
+        row("queue mean ms", "{s.queue_ms:.2f}"),
+        row("queue p99 ms, at most", "{s.queue_p99_ms:g}"),
+        row("pre-emptions", "{s.preemptions}"),
+        ("refusals", *("-" if s is None else _words(s.refusals) or "0" for s in found)),
+        (
+            "cores used by worker",
+            *("-" if s is None else _words(_rounded(s.cpu_cores)) for s in found),
+        ),
+    )
+
+
+def _rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 2) for name, value in sorted(values.items())}
+
+
+def _number(value: float) -> str:
+    if value >= 1_000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 100 else f"{value:.3g}"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_words(each)}" for name, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return " ".join(_words(each) for each in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,147 @@
+"""What the server under load says of itself: its model, and Baton's metrics of the window.
+
+Decides how Baton is recognised (``/version``) and which of its metrics become figures. Another
+server has a name and a model; what else it would have to say, the user says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.bench.load.http import Client
+from baton.bench.load.results import ServerFigures
+
+
+class ServerError(RuntimeError):
+    """The server does not answer, or not as an OpenAI-compatible one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Who answers at the address."""
+
+    kind: str
+    """``baton`` or ``other``."""
+    version: str
+    model: str
+    context_max: int | None
+    metrics: bool
+    """Whether the window's metrics can be read as Baton's."""
+
+
+async def identify(client: Client, url: str, model: str = "") -> ServerInfo:
+    """Ask the server who it is.
+
+    Raises:
+        ServerError: it does not answer, or does not serve ``model``.
+    """
+    try:
+        status, body = await client.get("/v1/models")
+    except OSError as error:
+        raise ServerError(f"{url}: {error}") from error
+    found = _json(body) if status == 200 else None
+    listed = found.get("data") if isinstance(found, dict) else None
+    if not listed:
+        raise ServerError(f"{url}/v1/models: HTTP {status}, no list of models")
+    names = {str(each["id"]): each for each in listed}
+    if model and model not in names:
+        raise ServerError(f"{url} serves {', '.join(names)}, not {model}")
+    chosen = names[model or next(iter(names))]
+    version = await _version(client)
+    is_baton = version.get("name") == "baton"
+    return ServerInfo(
+        kind="baton" if is_baton else "other",
+        version=str(version.get("version", "not told")),
+        model=str(chosen["id"]),
+        context_max=chosen.get("max_model_len"),
+        metrics=is_baton,
+    )
+
+
+async def _version(client: Client) -> dict[str, Any]:
+    try:
+        status, body = await client.get("/version")
+    except OSError:
+        return {}
+    found = _json(body) if status == 200 else None
+    return found if isinstance(found, dict) else {}
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+
+
+class Metrics:
+    """One scrape of Baton's metrics."""
+
+    def __init__(self, text: str) -> None:
+        self._samples = [
+            sample for family in text_string_to_metric_families(text) for sample in family.samples
+        ]
+
+    def total(self, name: str) -> float:
+        """Return a sample's sum over all its labels."""
+        return sum(sample.value for sample in self._samples if sample.name == name)
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Return a sample's sums by one label."""
+        found: dict[str, float] = {}
+        for sample in self._samples:
+            if sample.name == name and (value := sample.labels.get(label)):
+                found[value] = found.get(value, 0.0) + sample.value
+        return found
+
+
+def server_figures(before: Metrics, after: Metrics, seconds: float) -> ServerFigures:
+    """Return what happened between two scrapes that lie ``seconds`` apart."""
+
+    def grown(name: str) -> float:
+        return after.total(name) - before.total(name)
+
+    def mean_ms(name: str) -> float:
+        return round(grown(f"{name}_sum") / max(1.0, grown(f"{name}_count")) * 1e3, 3)
+
+    ttft = grown("baton_time_to_first_token_seconds_sum")
+    queries = grown("baton_prefix_cache_queries_total")
+    refusals = _grown_by(before, after, "baton_requests_refused_total", "reason")
+    cpu = _grown_by(before, after, "process_cpu_seconds_total", "worker")
+    return ServerFigures(
+        handovers=int(grown("baton_handovers_total")),
+        handover_bytes=int(grown("baton_handover_bytes_total")),
+        handover_ms=mean_ms("baton_handover_seconds"),
+        handover_share_of_ttft=round(grown("baton_handover_seconds_sum") / ttft, 5)
+        if ttft > 0
+        else 0.0,
+        prefix_hit_share=round(grown("baton_prefix_cache_hits_total") / queries, 4)
+        if queries > 0
+        else 0.0,
+        queue_ms=mean_ms("baton_request_queue_seconds"),
+        queue_p99_ms=_quantile_ms(before, after, "baton_request_queue_seconds_bucket", 0.99),
+        refusals={reason: int(value) for reason, value in refusals.items() if value > 0},
+        preemptions=int(grown("baton_preemptions_total")),
+        cpu_cores={worker: round(value / max(seconds, 1e-9), 4) for worker, value in cpu.items()},
+    )
+
+
+def _grown_by(before: Metrics, after: Metrics, name: str, label: str) -> dict[str, float]:
+    earlier = before.by(name, label)
+    return {key: value - earlier.get(key, 0.0) for key, value in after.by(name, label).items()}
+
+
+def _quantile_ms(before: Metrics, after: Metrics, name: str, share: float) -> float:
+    """Return the upper edge of the bucket that holds the quantile; -1: beyond the last edge."""
+    counts: Mapping[str, float] = _grown_by(before, after, name, "le")
+    edges = sorted((float(edge), value) for edge, value in counts.items())
+    whole = edges[-1][1] if edges else 0.0
+    if whole <= 0:
+        return 0.0
+    edge = next(edge for edge, value in edges if value >= share * whole)
+    return -1.0 if edge == float("inf") else round(edge * 1e3, 3)

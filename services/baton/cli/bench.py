@@ -1,0 +1,373 @@
+"""`baton bench`: measure a server, show and compare results.
+
+Decides the options, where the server is found, and what is printed; measuring is
+``baton.bench.load``'s work. Without ``--url`` it is the cluster that runs here, whose settings tell
+the conditions; of another server the user tells them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.cli.client import no_cluster
+from baton.cli.cluster import Cluster
+from baton.cli.terminal import CommandError, ExitCode, say, table
+from baton.runtime.settings import Config
+
+Command = Callable[[Config, argparse.Namespace], int]
+Add = Callable[..., argparse.ArgumentParser]
+
+_RUN = """\
+examples:
+  baton bench run --concurrency 4 --prompt-tokens 512 --out result.json
+  baton bench run --workload azure-conv --prompt-scale 0.25 --arrivals poisson --rate 2
+  baton bench run --url http://localhost:8001 --condition dtype=bf16 --condition limits=default
+Ctrl-C ends the run; what was measured so far is kept and marked as partial (exit code 130).
+docs/bench.md tells what every figure means.
+"""
+_SEARCH = """\
+Doubles the rate until fewer than 90 % of the requests meet the SLO, then halves the interval.
+"""
+_COMPARE = """\
+Says what differs in the conditions too: two results are comparable where nothing but the one
+thing under test differs.
+"""
+
+
+def add(commands: Any, add_command: Add) -> None:
+    """Add the commands below `baton bench`."""
+    bench = commands.add_parser("bench", help="measure a server under load").add_subparsers(
+        title="commands", required=True, metavar="COMMAND"
+    )
+    run = add_command(bench, "run", _run, "put a load on a server and report its figures", _RUN)
+    _add_load(run)
+    search = add_command(
+        bench, "search", _search, "find the highest rate at which 90 %% meet the SLO", _SEARCH
+    )
+    _add_load(search)
+    search.add_argument(
+        "--attainment", type=float, default=0.9, metavar="SHARE", help="that must meet it (0.9)"
+    )
+    search.add_argument("--probes", type=int, default=9, metavar="N", help="most runs (9)")
+    show = add_command(bench, "show", _show, "print a result")
+    show.add_argument("file", type=Path)
+    _add_output(show)
+    compare = add_command(bench, "compare", _compare, "print two results side by side", _COMPARE)
+    compare.add_argument("a", type=Path)
+    compare.add_argument("b", type=Path)
+    compare.add_argument("--markdown", action="store_true", help="tables as Markdown")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    server = parser.add_argument_group("server")
+    server.add_argument("--url", help="an OpenAI-compatible server (default: the cluster here)")
+    server.add_argument("--api-key", default="", metavar="KEY")
+    server.add_argument("--served-model", default="", metavar="NAME", help="(default: its first)")
+    server.add_argument(
+        "--condition",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what it does not tell itself; with --url dtype and limits must be given",
+    )
+    server.add_argument("--cores", type=float, default=0.0, metavar="N", help="it may use so many")
+    server.add_argument(
+        "--price", action="append", default=[], metavar="KIND=X", help="of a worker, by kind"
+    )
+    add_workload(parser)
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--arrivals", choices=("closed", "poisson", "gamma", "trace"), default="closed"
+    )
+    load.add_argument("--concurrency", type=int, default=1, metavar="N", help="closed loop (1)")
+    load.add_argument("--rate", type=float, metavar="R", help="sessions a second, open loop")
+    load.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="B",
+        help="gamma: 1 is Poisson, below it burstier",
+    )
+    add_time(load)
+    load.add_argument(
+        "--requests", type=int, default=0, metavar="N", help="end the window after so many"
+    )
+    load.add_argument("--slo-ttft", type=float, default=2_000.0, metavar="MS", help="(2000)")
+    load.add_argument(
+        "--slo-gap",
+        type=float,
+        action="append",
+        metavar="MS",
+        help="bound of a request's own p99 gap (100); several: each is reckoned",
+    )
+    result = parser.add_argument_group("result")
+    result.add_argument("--label", default="run", help="of this run in tables (run)")
+    result.add_argument("--out", type=Path, metavar="FILE", help="write the result (JSON)")
+    result.add_argument("--quiet", action="store_true", help="no progress bar")
+    _add_output(result)  # type: ignore[arg-type]
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Add the options that decide what is asked."""
+    work = parser.add_argument_group("workload")
+    work.add_argument(
+        "--workload",
+        choices=("fixed", "azure-code", "azure-conv", "mooncake", "servegen", "sharegpt"),
+        default="fixed",
+    )
+    work.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="fixed (512)")
+    work.add_argument("--output-tokens", type=int, default=128, metavar="N", help="fixed (128)")
+    work.add_argument("--prompt-scale", type=float, default=1.0, metavar="X", help="traces (1)")
+    work.add_argument("--output-scale", type=float, default=1.0, metavar="X", help="traces (1)")
+    work.add_argument("--prompt-max", type=int, default=1_000_000, metavar="N")
+    work.add_argument("--output-max", type=int, default=1_000_000, metavar="N")
+    work.add_argument("--context-max", type=int, default=1_000_000, metavar="N")
+    work.add_argument("--think", type=float, default=1.0, metavar="S", help="between turns (1)")
+    work.add_argument(
+        "--intrude", metavar="TOKENS@SECONDS", help="a prompt so long every so many seconds"
+    )
+    work.add_argument("--form", choices=("ids", "text", "chat"), default="ids", help="of prompts")
+    work.add_argument("--ids", default="300-4000", metavar="LOW-HIGH", help="range of prompt ids")
+    work.add_argument("--keep-eos", action="store_true", help="answers may end by themselves")
+    work.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals")
+    work.add_argument(
+        "--salt", type=int, metavar="N", help="of contents (default: drawn, so none is cached)"
+    )
+
+
+def add_time(load: Any) -> None:
+    """Add the options that decide how long it takes."""
+    load.add_argument("--warmup", type=float, default=5.0, metavar="S", help="(5)")
+    load.add_argument("--duration", type=float, default=30.0, metavar="S", help="(30)")
+    load.add_argument(
+        "--grace", type=float, default=60.0, metavar="S", help="for what runs at the end (60)"
+    )
+
+
+def _run(config: Config, options: argparse.Namespace) -> int:
+    from baton.bench.load.measure import measure
+
+    plan = _plan(config, options)
+    return _measured(options, _answered(lambda: measure(plan)))
+
+
+def _search(config: Config, options: argparse.Namespace) -> int:
+    from baton.bench.load.search import search
+
+    if options.arrivals == "closed":
+        raise CommandError("a rate is searched in an open loop: --arrivals poisson", ExitCode.USAGE)
+    plan = _plan(config, options)
+    found = _answered(lambda: search(plan, options.attainment, options.probes))
+    return _measured(options, found)
+
+
+def _answered(measured: Callable[[], Any]) -> Any:
+    """Return a result, or say in one line why there is none."""
+    from baton.bench.load.results import ResultError
+    from baton.bench.load.server import ServerError
+
+    try:
+        return measured()
+    except (ResultError, ServerError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _measured(options: argparse.Namespace, result: Any) -> int:
+    """Write what was asked for, print the tables, and tell whether the result is whole."""
+    from baton.bench.load.results import write
+
+    if options.out:
+        write(options.out, result)
+    _print(result, options)
+    if options.out:
+        say(f"\nresult      {options.out}")
+    if result.aborted:
+        return ExitCode.INTERRUPTED
+    return ExitCode.OK if any(run.figures.ok for run in result.runs) else ExitCode.FAILED
+
+
+def _show(_: Config, options: argparse.Namespace) -> int:
+    _print(_read(options.file), options)
+    return ExitCode.OK
+
+
+def _compare(_: Config, options: argparse.Namespace) -> int:
+    from baton.bench.load.report import compare
+
+    _draw(compare(_read(options.a), _read(options.b)), markdown=options.markdown)
+    return ExitCode.OK
+
+
+def _read(path: Path) -> Any:
+    from baton.bench.load.results import ResultError, read
+
+    try:
+        return read(path)
+    except ResultError as error:
+        raise CommandError(str(error)) from error
+
+
+def _print(result: Any, options: argparse.Namespace) -> None:
+    from baton.bench.load.report import sentences, tables
+
+    _draw(tables(result), markdown=options.markdown)
+    for sentence in sentences(result):
+        say(f"\n{sentence}")
+
+
+def _draw(tables: Sequence[Any], *, markdown: bool) -> None:
+    from baton.bench.figures import table as markdown_table
+
+    for number, each in enumerate(tables):
+        if number:
+            say()
+        if markdown:
+            say(f"### {each.title}\n\n{markdown_table(each.columns, each.rows)}")
+        else:
+            table(each.title, each.columns, each.rows)
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def _plan(config: Config, options: argparse.Namespace) -> Any:
+    from baton.bench.load.arrivals import Arrivals
+    from baton.bench.load.generator import LoadPlan
+    from baton.bench.load.results import Slo
+    from baton.bench.load.running import RunPlan
+
+    kind = Arrivals(options.arrivals)
+    if kind is Arrivals.TRACE and options.workload in ("fixed", "sharegpt"):
+        raise CommandError(f"{options.workload} has no arrival times of its own", ExitCode.USAGE)
+    if kind in (Arrivals.POISSON, Arrivals.GAMMA) and options.rate is None:
+        raise CommandError(f"--arrivals {kind} needs --rate", ExitCode.USAGE)
+    for name in ("rate", "burstiness", "concurrency", "duration"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise CommandError(f"--{name} {value:g}: must be above 0", ExitCode.USAGE)
+    return RunPlan(
+        target=_target(config, options),
+        workload=workload_plan(options),
+        load=LoadPlan(
+            kind=kind,
+            rate=options.rate,
+            burstiness=options.burstiness,
+            concurrency=options.concurrency,
+            warmup_s=options.warmup,
+            duration_s=options.duration,
+            requests=options.requests,
+            grace_s=options.grace,
+        ),
+        ask=ask_plan(options),
+        slos=tuple(Slo(options.slo_ttft, gap) for gap in options.slo_gap or [100.0]),
+        label=options.label,
+        quiet=options.quiet,
+    )
+
+
+def workload_plan(options: argparse.Namespace) -> Any:
+    """Return the workload that the options ask for."""
+    from baton.bench.load.workload import WorkloadName, WorkloadPlan
+
+    if min(options.prompt_scale, options.output_scale, options.prompt_tokens) <= 0:
+        raise CommandError("lengths and scales must be above 0", ExitCode.USAGE)
+    intruder_tokens, every_s = 0, 6.0
+    if options.intrude:
+        found = re.fullmatch(r"(\d+)@(\d+(?:\.\d+)?)", options.intrude)
+        if not found or not int(found[1]) or not float(found[2]):
+            raise CommandError(f"--intrude {options.intrude}: not TOKENS@SECONDS", ExitCode.USAGE)
+        if options.arrivals == "closed":
+            raise CommandError("--intrude needs an open loop", ExitCode.USAGE)
+        intruder_tokens, every_s = int(found[1]), float(found[2])
+    ids = re.fullmatch(r"(\d+)-(\d+)", options.ids)
+    if not ids or int(ids[1]) >= int(ids[2]):
+        raise CommandError(f"--ids {options.ids}: not LOW-HIGH", ExitCode.USAGE)
+    salt = options.salt
+    return WorkloadPlan(
+        name=WorkloadName(options.workload),
+        seed=options.seed,
+        salt=int.from_bytes(os.urandom(6)) if salt is None else salt,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        prompt_scale=options.prompt_scale,
+        output_scale=options.output_scale,
+        prompt_max=options.prompt_max,
+        output_max=options.output_max,
+        context_max=options.context_max,
+        think_s=options.think,
+        ids=(int(ids[1]), int(ids[2])),
+        intruder_tokens=intruder_tokens,
+        intruder_every_s=every_s,
+    )
+
+
+def ask_plan(options: argparse.Namespace) -> Any:
+    """Return how requests are put."""
+    from baton.bench.load.asking import AskPlan, PromptForm
+
+    return AskPlan(form=PromptForm(options.form), ignore_eos=not options.keep_eos)
+
+
+def _target(config: Config, options: argparse.Namespace) -> Any:
+    from baton.bench.load.baton_target import conditions_of
+    from baton.bench.load.running import MUST_BE_TOLD, Target
+
+    told = dict(_pair("--condition", each) for each in options.condition)
+    told.setdefault("cache_state", _cache_state(options))
+    prices = {
+        name: _number("--price", x) for name, x in (_pair("--price", p) for p in options.price)
+    }
+    url, key = options.url, options.api_key
+    roots: tuple[int, ...] = ()
+    if url is None:
+        cluster = Cluster(config, os.environ, say)
+        found = cluster.running()
+        if found is None:
+            raise no_cluster()
+        started = cluster.started_with()
+        told = conditions_of(started) | told
+        url, roots = found.url, (found.supervisor_pid,)
+        key = key or next(iter(started.gateway.api_keys), "")
+    if missing := [name for name in MUST_BE_TOLD if not told.get(name)]:
+        words = " ".join(f"--condition {name}=..." for name in missing)
+        raise CommandError(
+            f"a result without its conditions is none: tell them with {words}", ExitCode.USAGE
+        )
+    return Target(
+        url=url.rstrip("/").removesuffix("/v1"),
+        api_key=key,
+        model=options.served_model,
+        roots=roots,
+        cores=options.cores,
+        prices=prices,
+        told=told,
+    )
+
+
+def _cache_state(options: argparse.Namespace) -> str:
+    if options.salt is None:
+        return "contents drawn for this run: a prefix is cached only where the workload repeats it"
+    return "contents by a given salt: cached where the server has answered them before"
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise CommandError(f"{option} {text}: not NAME=VALUE", ExitCode.USAGE)
+    return name, value
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise CommandError(f"{option} {text}: no number", ExitCode.USAGE) from None

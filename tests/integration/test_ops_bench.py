@@ -1,0 +1,111 @@
+"""`baton bench` against a real cluster, as a user runs it: result, tables, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.ops_cluster import BATON, OpsCluster, ops_cluster, wait_until
+
+#: The fake engine's vocabulary is bytes.
+IDS = ("--ids", "97-122")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[OpsCluster]:
+    with ops_cluster(BATON_FAKE_STEP_MS="2") as made:
+        made.up()
+        yield made
+
+
+def test_a_run_gives_figures_under_conditions(cluster: OpsCluster, tmp_path: Path) -> None:
+    """The file has every request, Baton's own figures, the cluster's settings; show prints it."""
+    file = tmp_path / "r.json"
+    done = cluster.baton(
+        *("bench", "run", *IDS, "--arrivals", "poisson", "--rate", "30", "--prompt-tokens", "64"),
+        *("--output-tokens", "8", "--warmup", "0", "--duration", "60", "--requests", "40"),
+        *("--out", str(file)),
+        timeout_s=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_bytes())
+    (run,) = found["runs"]
+    figures, conditions = run["figures"], found["conditions"]
+    assert figures["ok"] == figures["requests"] == len(run["rows"]) >= 40
+    assert all(row[1] == "ok" and row[2] == 64 and row[4] == 8 for row in run["rows"])
+    assert figures["ttft"]["count"] == figures["ok"]
+    assert figures["server"]["handovers"] > 0
+    assert set(figures["server"]["cpu_cores"]) == {"prefill-0", "decode-0", "router-0", "gateway-0"}
+    assert conditions["limits"]["mode"] == "split"
+    assert conditions["dtype"] == "none: the fake engine"
+    assert any(name.startswith("decode-0") for name in conditions["pinning"]["server"])
+    assert run["cost"]["unit"] == "core" and run["cost"]["amount"] >= 1
+    shown = cluster.baton("bench", "show", str(file), "--markdown")
+    assert shown.returncode == 0 and "hand-over's share of TTFT" in shown.stdout
+    compared = cluster.baton("bench", "compare", str(file), str(file))
+    assert compared.returncode == 0 and "1.000" in compared.stdout
+
+
+def test_conversations_find_their_own_words_cached(cluster: OpsCluster, tmp_path: Path) -> None:
+    """A later turn's prompt begins with the turns before, answers included, ids exact."""
+    file = tmp_path / "r.json"
+    done = cluster.baton(
+        *("bench", "run", *IDS, "--workload", "sharegpt", "--prompt-scale", "0.2"),
+        *("--output-scale", "0.05", "--context-max", "400", "--think", "0", "--concurrency", "4"),
+        *("--warmup", "0", "--duration", "60", "--requests", "60", "--out", str(file)),
+        timeout_s=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_bytes())
+    assert found["conditions"]["workload"]["invented_histories"] == 0
+    assert found["runs"][0]["figures"]["cached_share"] > 0.2
+
+
+def test_ctrl_c_keeps_what_was_measured(cluster: OpsCluster, tmp_path: Path) -> None:
+    """The result says that it is partial, and so does the exit code."""
+    file = tmp_path / "r.json"
+    arguments = ("--concurrency", "2", "--warmup", "0", "--duration", "3600", "--out", str(file))
+    process = subprocess.Popen(
+        [*BATON, "bench", "run", *IDS, *arguments],
+        env=cluster.env(),
+        cwd=cluster.cwd,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        before = _sent(cluster)
+        wait_until(lambda: _sent(cluster) > before + 20, 60, "the load runs")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+    found = json.loads(file.read_bytes())
+    assert found["aborted"]
+    assert found["runs"][0]["figures"]["output_tokens_per_s"] > 0
+
+
+def _sent(cluster: OpsCluster) -> float:
+    """Return how many tokens the gateway has sent to clients."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{cluster.port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    lines = [x for x in text.splitlines() if x.startswith("baton_tokens_sent_total")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def test_a_foreign_server_without_its_conditions_is_not_measured(cluster: OpsCluster) -> None:
+    """It says which ones are missing, before anything is asked."""
+    url = f"http://127.0.0.1:{cluster.port}"
+    done = cluster.baton("bench", "run", "--url", url, "--condition", "dtype=x")
+    assert done.returncode == 2
+    assert "--condition limits=" in done.stderr and "dtype" not in done.stderr
+    done = cluster.baton(
+        *("bench", "run", "--url", "http://127.0.0.1:9", "--condition", "dtype=x"),
+        *("--condition", "limits=x"),
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1

@@ -1,0 +1,243 @@
+"""Figures of the load generator: what counts, what is good, no result without conditions."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.bench.load import reckoning, report
+from baton.bench.load.answer import Answer
+from baton.bench.load.generator import Asked, Measured
+from baton.bench.load.results import (
+    Conditions,
+    Cost,
+    Figures,
+    Result,
+    ResultError,
+    Run,
+    Slo,
+    read,
+    spread,
+    write,
+)
+from baton.bench.load.search import highest_rate
+from baton.bench.load.server import Metrics, server_figures
+
+SLO = Slo(ttft_ms=100.0, gap_ms=20.0)
+
+
+def answered(
+    due_at: float, sent_at: float, arrivals: list[float], *, tokens: int | None = None
+) -> Asked:
+    asked = Asked(1, 0, due_at, 10, len(arrivals), False)
+    answer = asked.answer = Answer(sent_at)
+    answer.status, answer.done, answer.arrivals = 200, True, arrivals
+    answer.usage_tokens = tokens or len(arrivals)
+    answer.prompt_tokens, answer.cached_tokens = 10, 4
+    answer.ended_at = arrivals[-1]
+    return asked
+
+
+def refused(due_at: float, status: int) -> Asked:
+    asked = Asked(1, 0, due_at, 10, 4, False)
+    answer = asked.answer = Answer(due_at)
+    answer.status = status
+    answer.feed(b'{"error":{"message":"too much"}}', due_at)
+    answer.end(due_at + 0.001)
+    return asked
+
+
+def measured(*asked: Asked) -> Measured:
+    return Measured(began_at=100.0, ended_at=110.0, over_at=111.0, asked=list(asked))
+
+
+def figures(run: Measured) -> Figures:
+    return reckoning.figures(run, [SLO], connections=1, generator_cpu_cores=0.1, server=None)
+
+
+def test_latencies_are_of_the_requests_due_in_the_window() -> None:
+    """Warm-up counts for nothing but the tokens that arrive in the window."""
+    warm = answered(99.0, 99.0, [99.5, 100.5])
+    counted = answered(101.0, 101.002, [101.052, 101.062, 101.077], tokens=3)
+    found = figures(measured(warm, counted))
+    assert found.requests == found.ok == 1
+    assert found.ttft.p50 == pytest.approx(50.0)
+    assert found.ttft_from_due.p50 == pytest.approx(52.0)
+    assert found.itl.max == pytest.approx(15.0) and found.itl.count == 2
+    assert found.tpot.p50 == pytest.approx(12.5)
+    assert found.e2e.p50 == pytest.approx(75.0)
+    assert found.output_tokens_per_s == pytest.approx(0.4)
+    assert found.requests_per_s == pytest.approx(0.2)
+    assert found.cached_share == pytest.approx(0.4)
+    assert found.generator.late.p50 == pytest.approx(2.0)
+
+
+def test_a_good_request_meets_both_bounds() -> None:
+    """Slow first token, one long gap, refused, failed, unfinished: none of them is good."""
+    good = answered(101.0, 101.0, [101.05, 101.06, 101.07])
+    slow = answered(101.0, 101.0, [101.15, 101.16])
+    stalled = answered(101.0, 101.0, [101.05, 101.06, 101.09])
+    hanging = Asked(1, 0, 105.0, 10, 4, False, Answer(105.0))
+    found = figures(
+        measured(good, slow, stalled, refused(102.0, 429), refused(103.0, 500), hanging)
+    )
+    assert (found.ok, found.refused, found.failed, found.unfinished) == (3, 1, 1, 1)
+    (goodput,) = found.goodput
+    assert (goodput.good, goodput.attainment, goodput.per_s) == (1, round(1 / 6, 4), 0.1)
+    assert found.errors == {"HTTP 429: too much": 1, "HTTP 500: too much": 1}
+
+
+def test_intruders_are_load_and_no_part_of_the_goodput() -> None:
+    """A prompt that was put in to disturb others is not one of those whose SLO counts."""
+    intruder = replace(answered(101.0, 101.0, [109.0]), intruder=True)
+    found = figures(measured(answered(101.0, 101.0, [101.05]), intruder))
+    assert found.goodput[0].attainment == 1.0
+
+
+def test_a_late_generator_says_so() -> None:
+    """Coordinated omission is told: its lateness beyond 5 ms and 5 % of the TTFT."""
+    late = [answered(101.0 + n, 101.2 + n, [101.3 + n, 101.31 + n]) for n in range(5)]
+    assert "late itself" in figures(measured(*late)).generator.verdict
+    assert figures(measured(answered(101.0, 101.001, [101.1]))).generator.verdict == ""
+
+
+def test_spreads_are_nearest_rank() -> None:
+    """Every quantile is a value that was measured."""
+    found = spread([n / 1e3 for n in range(1, 101)])
+    assert (found.p50, found.p95, found.p99, found.max) == (50.0, 95.0, 99.0, 100.0)
+    assert found.curve[0] == 1.0 and found.curve[-1] == 100.0
+    assert spread([]).count == 0
+
+
+def test_the_time_line_covers_the_window() -> None:
+    """Tokens outside of it do not count, and no part is shorter than half a second."""
+    moments = reckoning.series(measured(answered(99.0, 99.0, [99.5, 100.1, 100.2, 110.5])))
+    assert len(moments) == 20
+    assert moments[0].tokens_per_s == 4.0
+    assert moments[0].gap_max_ms == pytest.approx(600.0)
+    assert sum(moment.tokens_per_s for moment in moments) == 4.0
+
+
+def conditions(**changed: object) -> Conditions:
+    known: dict[str, object] = {
+        "time": "2026-01-01T00:00:00+00:00",
+        "server": {"kind": "other"},
+        "model": "m",
+        "dtype": "bfloat16",
+        "limits": "defaults",
+        "cache_state": "cold",
+        "workload": {"name": "fixed"},
+        "arrivals": {"kind": "closed"},
+        "concurrency": "1",
+        "hardware": {"cpu": "c"},
+        "pinning": {"generator": [0]},
+        "versions": {"python": "3"},
+        "commit": "abc",
+        "load": {"others_cores": 0.0},
+    }
+    return msgspec.convert({**known, "limits": {"all": "defaults"}, **changed}, Conditions)
+
+
+def result(**changed: object) -> Result:
+    run_measured = measured(answered(101.0, 101.0, [101.05, 101.06]))
+    run = Run(
+        "run",
+        {},
+        figures(run_measured),
+        Cost("core", 2.0, "the user"),
+        0.0,
+        reckoning.rows(run_measured),
+        reckoning.series(run_measured),
+        1_000,
+    )
+    return Result(kind="run", title="t", conditions=conditions(**changed), runs=(run,))
+
+
+@pytest.mark.parametrize("name", Conditions.__struct_fields__)
+def test_a_result_without_a_condition_cannot_be_written(name: str, tmp_path: Path) -> None:
+    """Each of them is missed by its name, and nothing is written."""
+    empty = "" if isinstance(getattr(conditions(), name), str) else {}
+    with pytest.raises(ResultError, match=name):
+        write(tmp_path / "r.json", result(**{name: empty}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Whole and typed; what is none says so."""
+    write(tmp_path / "r.json", result())
+    assert msgspec.to_builtins(read(tmp_path / "r.json")) == msgspec.to_builtins(result())
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ResultError, match="no result"):
+        read(tmp_path / "x.json")
+    with pytest.raises(ResultError, match="No such file"):
+        read(tmp_path / "none.json")
+
+
+def test_tables_compare_by_cost_and_name_what_differs() -> None:
+    """Half the cores, the same figures: twice the figures per core."""
+    one, other = result(), result(model="n")
+    run = msgspec.structs.replace(other.runs[0], cost=Cost("core", 1.0, "the user"))
+    other = msgspec.structs.replace(other, runs=(run,))
+    figures_table, differing = report.compare(one, other)
+    rows = {row[0]: row[3] for row in figures_table.rows}
+    assert rows["TTFT p50 ms"] == "1.000"
+    assert rows["output tokens/s per core"] == "2.000"
+    assert differing.rows == (("model", "m", "n"),)
+
+
+def test_the_highest_rate_is_found_by_bisection() -> None:
+    """Doubled until it fails, then halved to within 5 %."""
+    tried: list[float] = []
+
+    async def probe(rate: float) -> float:
+        tried.append(rate)
+        return 1.0 if rate <= 6.3 else 0.2
+
+    assert asyncio.run(highest_rate(probe, 1.0, 0.9, 12)) == pytest.approx(6.25)
+    assert tried[:5] == [1.0, 2.0, 4.0, 8.0, 6.0]
+
+
+def test_no_rate_is_found_where_none_is_good_enough() -> None:
+    """Zero, after as many probes as were allowed."""
+
+    async def probe(rate: float) -> float:
+        return 0.1
+
+    assert asyncio.run(highest_rate(probe, 4.0, 0.9, 5)) == 0.0
+
+
+def test_batons_metrics_become_the_windows_figures() -> None:
+    """Differences of two scrapes: shares, means and a quantile's bucket."""
+
+    def scrape(n: int) -> Metrics:
+        return Metrics(
+            "# TYPE baton_handovers_total counter\n"
+            f'baton_handovers_total{{worker="decode-0"}} {n}\n'
+            "# TYPE baton_handover_seconds histogram\n"
+            f'baton_handover_seconds_bucket{{worker="decode-0",le="+Inf"}} {n}\n'
+            f'baton_handover_seconds_sum{{worker="decode-0"}} {n * 0.002}\n'
+            f'baton_handover_seconds_count{{worker="decode-0"}} {n}\n'
+            "# TYPE baton_time_to_first_token_seconds histogram\n"
+            f'baton_time_to_first_token_seconds_bucket{{worker="gateway-0",le="+Inf"}} {n}\n'
+            f'baton_time_to_first_token_seconds_sum{{worker="gateway-0"}} {n * 0.1}\n'
+            f'baton_time_to_first_token_seconds_count{{worker="gateway-0"}} {n}\n'
+            "# TYPE baton_request_queue_seconds histogram\n"
+            f'baton_request_queue_seconds_bucket{{le="0.001"}} {n}\n'
+            f'baton_request_queue_seconds_bucket{{le="+Inf"}} {n}\n'
+            f"baton_request_queue_seconds_sum {n * 0.0005}\n"
+            f"baton_request_queue_seconds_count {n}\n"
+            "# TYPE process_cpu_seconds_total counter\n"
+            f'process_cpu_seconds_total{{worker="decode-0"}} {n * 0.5}\n'
+        )
+
+    found = server_figures(scrape(10), scrape(30), 20.0)
+    assert found.handovers == 20
+    assert found.handover_ms == pytest.approx(2.0)
+    assert found.handover_share_of_ttft == pytest.approx(0.02)
+    assert found.queue_ms == pytest.approx(0.5) and found.queue_p99_ms == pytest.approx(1.0)
+    assert found.cpu_cores == {"decode-0": 0.5}
+    assert found.prefix_hit_share == 0.0
