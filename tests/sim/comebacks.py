@@ -171,7 +171,8 @@ class Comebacks:
         """An end may be this reader's alone: then it comes back."""
         outcome = command.outcome
         elsewhere = outcome.ending is Ending.CANCELLED and outcome.reason is Reason.SUPERSEDED
-        not_now = outcome.ending is Ending.REFUSED and answer.claims > 0
+        refused = outcome.ending is Ending.REFUSED and outcome.reason is not Reason.TOO_LONG
+        not_now = refused and answer.claims > 0
         draining = outcome.reason is Reason.DRAINING and outcome.ending is Ending.REFUSED
         if elsewhere or not_now or draining:
             self._lost(answer)

@@ -25,7 +25,7 @@ from baton.gateway.vocabulary import (
     Submitted,
     Unresumable,
 )
-from baton.ports.driving import CallLedger, Exit, LedgerAnswered
+from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Send
 from baton.ports.ledger import (
     AnyOp,
     ClaimResumable,
@@ -181,6 +181,16 @@ def test_a_refusal_that_nobody_heard_is_no_end() -> None:
     play.answered(given(1, again=1), Like(Ready, resumable_id="c", submit=True))
 
 
+def test_what_is_too_long_is_over_whoever_asks_again() -> None:
+    """A refusal for good that its client did not hear is told when it comes back, and ends it."""
+    play = Gateway()
+    play.claimed()
+    play.do(ReaderBack("c"))
+    play.do(Received(R, RequestRefused("c", Reason.TOO_LONG, "380 of 320")))
+    assert [end.outcome.reason for end in play.ends()] == [Reason.TOO_LONG]
+    assert isinstance(play.op(CloseResumable), CloseResumable)
+
+
 def test_an_answer_is_kept_by_the_ledger() -> None:
     """Complete, it is told again from there, at any gateway."""
     play = Gateway()
@@ -250,6 +260,22 @@ def test_tokens_may_come_before_anybody_says_in_which_epoch() -> None:
     assert play.last(Deliver).ids == (50, 51), "a lower epoch is refused as ever"
     play.tokens(2, 52, epoch=4)
     assert play.last(Deliver).ids == (52,)
+
+
+def test_every_other_router_hears_that_it_moved() -> None:
+    """The one that had it may have lost its gateway, and would see to it for the whole window."""
+    play, other, third = Gateway(), Peer("router-1", 3), Peer("router-2", 4)
+    play.claimed()
+    play.up(other, Role.ROUTER)
+    moved = (3 << 16) + 1
+    play.hear(R, RequestPlaced("c", 1, D), sent(other, RequestMoved, turn=moved))
+    play.up(third, Role.ROUTER, sent(third, RequestMoved, turn=moved))
+    own = Gateway()
+    own.opened()
+    own.up(other, Role.ROUTER)
+    own.hear(R, RequestPlaced("c", 1, D))
+    said = [e.message for e in own.all if isinstance(e, Send)]
+    assert not [e for e in said if isinstance(e, RequestMoved)], "nobody else can have it"
 
 
 def test_ids_that_are_nowhere_are_made_again() -> None:

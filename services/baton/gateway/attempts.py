@@ -169,7 +169,18 @@ class Attempts:
             "decode": str(message.decode),
             "prefill": str(message.prefill),
         }
-        return [Note("request_placed", placed)]
+        others = [router for router in self.state.links.routers() if router != peer]
+        return [
+            Note("request_placed", placed),
+            *(each for router in others for each in self._not_yours(session, router)),
+        ]
+
+    def _not_yours(self, session: Session, router: Peer) -> list[Command]:
+        """A request that is here from another gateway is placed: whichever router had it under that
+        one, which may be dead, hears it from nobody else."""
+        if not session.from_elsewhere or session.phase is not Phase.RUNNING:
+            return []
+        return [Send(router, RequestMoved(session.request_id, session.turn))]
 
     def _fence(
         self, session: Session, peer: Peer, message: FenceRequest, now: float
@@ -228,6 +239,8 @@ class Attempts:
                 orphan = session.router not in links or session.waiting_since is not None
                 if orphan or session.router == member.peer:
                     commands += self.give(session, now)
+                else:
+                    commands += self._not_yours(session, member.peer)
             return commands
         for session in self.state.sessions.values():
             # A worker that was placed before its link was up has turned up.

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from baton.core.outcomes import Ending, FinishReason, Outcome
-from baton.gateway.session import Session
+from baton.gateway.session import TURN_BITS, Session
 from baton.gateway.vocabulary import Command, Deliver, End
 from baton.ports.ledger import CloseResumable, Closing
 from baton.wire.messages import RequestSpec, TokenLogprob
 
-#: Claims of one resumable are counted in the upper bits of a request's turn, routers in the lower.
-TURN_BITS = 16
 CLAIMS_MAX = 2**14
 
 _BROKEN = frozenset({Ending.FAILED, Ending.EXPIRED})

@@ -53,6 +53,10 @@ class Links:
         member = self._members.get(peer)
         return member.role if member is not None else None
 
+    def routers(self) -> tuple[Peer, ...]:
+        """Return the linked routers."""
+        return tuple(self._routers)
+
     def next_router(self) -> Peer | None:
         """Return the router whose turn it is; one that is going away takes nothing."""
         routers = [router for router in self._routers if not self.draining(router)]

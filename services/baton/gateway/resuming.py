@@ -169,9 +169,13 @@ class Resuming:
         return self.attempts.begin(self._session(kept, event.spec.request_id, now), now)
 
     def refused(self, session: Session, outcome: Outcome, now: float) -> list[Command] | None:
-        """Return what follows if it is refused that runs elsewhere: it is not over for that."""
+        """Return what follows if it is refused that runs elsewhere: it is not over for that.
+
+        What is too long never ran, and never will: that is its end."""
         kept = self.state.kept.get(session.kept)
         if kept is None or not kept.turn or outcome.ending is not Ending.REFUSED:
+            return None
+        if outcome.reason is Reason.TOO_LONG:
             return None
         return self._turned_away(kept, outcome, now)
 

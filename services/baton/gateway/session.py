@@ -18,6 +18,8 @@ from baton.wire.messages import RequestSpec, SubmitRequest, TokenLogprob, TokenR
 #: Runs above the next index kept while the gap is asked for again. The link is ordered, so a gap
 #: appears only when a message died with its sender; more than this is asked for again instead.
 HELD_RUNS_MAX = 64
+#: Claims of one resumable are counted in the upper bits of a request's turn, routers in the lower.
+TURN_BITS = 16
 
 
 class Phase(Enum):
@@ -111,6 +113,11 @@ class Session:
     def name(self) -> str:
         """What its client calls it."""
         return self.choice or self.spec.request_id
+
+    @property
+    def from_elsewhere(self) -> bool:
+        """Whether another gateway had it before: routers may not know that it is here."""
+        return self.turn >= 1 << TURN_BITS
 
     def become(self, phase: Phase) -> None:
         """Move; an illegal move is a bug."""
