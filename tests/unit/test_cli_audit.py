@@ -299,6 +299,13 @@ def test_a_finding_is_told_although_something_else_is_silent() -> None:
     assert verdict.unseen
 
 
+def test_a_block_that_moved_while_its_owner_was_asked_says_nothing() -> None:
+    """A cached block that one request after the other takes up differs in every look."""
+    planted = PLANTS[Kind.BLOCK_DIFFERS](clean())
+    arena = replace(planted.arenas[0], moving=frozenset({9}))
+    assert not list(discrepancies(replace(planted, arenas=(arena,))))
+
+
 def test_a_request_that_runs_without_its_record_is_not_over() -> None:
     """After the ledger was emptied its sequences and jobs are not called leaks at once."""
     kinds = {each.kind for each in discrepancies(_lost_record(clean()))}

@@ -238,7 +238,7 @@ def _differing(peer: Peer, held: Holdings, arena: ArenaFile) -> Iterator[Discrep
         if block.state != BlockState.CACHED
     }
     marks = {number: (mark.state, mark.generation) for number, mark in arena.marks.items()}
-    for number in sorted(table.keys() | marks.keys()):
+    for number in sorted((table.keys() | marks.keys()) - arena.moving):
         if table.get(number) != marks.get(number):
             said, stored = _words(table.get(number)), _words(marks.get(number))
             yield Discrepancy(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -46,6 +46,8 @@ class ArenaFile:
     """Incarnations that hold a lock, the owner's among them."""
     marks: Mapping[int, BlockMark]
     """Records of the blocks that are neither FREE nor CACHED."""
+    moving: frozenset[int] = frozenset()
+    """Blocks whose record changed while its owner was asked: nothing can be said of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,10 @@ def take(run_dir: Path, found: ClusterRecord, config: Config) -> Sample:
         for peer, member in ledger.members.items()
         if member.boot_id == host.boot_id() and processes.started(member.pid) is None
     )
-    # What a process says of itself is one instant of it; arenas are read right after.
+    # What a process says of itself is one instant of it; arenas are read before and after.
+    before = {arena.path: arena for arena in _arenas(found, [])}
     holdings = _holdings(ledger, dead, config, unseen)
-    arenas = _arenas(found, unseen)
+    arenas = tuple(_since(before.get(arena.path), arena) for arena in _arenas(found, unseen))
     supervised, known = _supervised(run_dir, unseen)
     members = processes.members(run_dir)
     return Sample(
@@ -165,6 +168,15 @@ def _arena(path: Path, fd: int, header: Header) -> ArenaFile:
         holders=tuple(locks.holders(fd)),
         marks={mark.block: mark for mark in marks if mark.state not in _FREE},
     )
+
+
+def _since(before: ArenaFile | None, now: ArenaFile) -> ArenaFile:
+    """Return ``now`` with the blocks named that were not like that before."""
+    if before is None or before.owner != now.owner:
+        return now
+    numbers = before.marks.keys() | now.marks.keys()
+    moving = frozenset(n for n in numbers if before.marks.get(n) != now.marks.get(n))
+    return replace(now, moving=moving)
 
 
 # --- the run directory --------------------------------------------------------------------------
