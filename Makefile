@@ -57,7 +57,7 @@ test-all: install-dev model ## the same and the slow tests
 	@exec $(PROVE) $(ARGS)
 
 .PHONY: chaos
-chaos: install-dev ## kill, freeze and cut everything at every stage, by the hundred (ARGS="--faults 100")
+chaos: install-dev ## kill, freeze and cut everything at every stage, by the thousand (ARGS="--part fake --faults 100")
 	@PYTHONPATH=tests exec $(VENV_PYTHON) -m chaos.run $(ARGS)
 
 .PHONY: lint

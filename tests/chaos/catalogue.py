@@ -9,10 +9,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 SONNETS = Path(__file__).resolve().parents[1] / "reference" / "sonnets.txt"
+
+
+class Back(Enum):
+    """How a client comes back when its connection breaks."""
+
+    NO = "it does not"
+    TOKEN = "over SSE, with its resume token"
+    KEY = "by the same POST, with its idempotency key"
+    SOCKET = "over a WebSocket, with its resume token"
 
 
 @dataclass(slots=True)
@@ -28,6 +38,7 @@ class Item:
     reference: Whole | None = None
     stop_of: str = ""
     """Its stop string is cut from the answer of the item of that name."""
+    back: Back = Back.NO
 
     @property
     def stream(self) -> bool:
@@ -81,8 +92,7 @@ def catalogue(model: str, sizes: Sizes, seed: int) -> list[Item]:
             body = {"model": model, "return_token_ids": True, **make()}
             if body.get("stream"):
                 body["stream_options"] = {"include_usage": True}
-            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-            items.append(Item(f"{kind}-{number}", path, body, **fields))
+            items.append(Item(f"{kind}-{number}", _path(body), body, **fields))
 
     def greedy(length: int, tokens: int, **more: Any) -> dict[str, Any]:
         return {"prompt": prompt(length), "max_tokens": tokens, "temperature": 0, **more}
@@ -111,6 +121,15 @@ def catalogue(model: str, sizes: Sizes, seed: int) -> list[Item]:
     add("seeded", 6, lambda: seeded(sizes.long // 2, sizes.some), weight=1.5)
     add("logprobs", 3, lambda: greedy(sizes.short, sizes.few, logprobs=2, **streamed))
     add("chat", 4, lambda: _chat(prompt(sizes.short), sizes.some))
+    token, key = {"back": Back.TOKEN, "weight": 2}, {"back": Back.KEY, "weight": 2}
+    add("resumed", 4, lambda: greedy(sizes.short, sizes.some, **streamed), **token)
+    add("resumed-long", 2, lambda: seeded(sizes.short, sizes.many), **token)
+    add("resumed-chat", 2, lambda: _chat(prompt(sizes.short), sizes.some), **token)
+    add("repeated", 2, lambda: greedy(sizes.short, sizes.some, **streamed), **key)
+    add("repeated-whole", 2, lambda: seeded(sizes.short, sizes.some, stream=False), **key)
+    for number in range(4):
+        body = _response(model, prompt(sizes.short), sizes.some)
+        items.append(Item(f"socket-{number}", "", body, weight=2, back=Back.SOCKET))
     add("left", 6, lambda: greedy(sizes.long // 2, sizes.many, **streamed), weight=1)
     for number, item in enumerate(each for each in items if each.name.startswith("left")):
         item.leaves_after = (0, 0, 1, 5, 12, 20)[number % 6]
@@ -118,6 +137,24 @@ def catalogue(model: str, sizes: Sizes, seed: int) -> list[Item]:
         source = next(each for each in items if each.name == f"short-{number}")
         items.append(Item(f"stop-{number}", source.path, dict(source.body), stop_of=source.name))
     return items
+
+
+def _path(body: dict[str, Any]) -> str:
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
+
+
+def _response(model: str, text: str, tokens: int) -> dict[str, Any]:
+    """Return a message of a WebSocket."""
+    return {
+        "type": "response.create",
+        "model": model,
+        "input": text,
+        "max_output_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "resume_s": 20,
+        "stream": True,
+    }
 
 
 def _chat(text: str, tokens: int) -> dict[str, Any]:
@@ -148,4 +185,25 @@ def probe(model: str, sizes: Sizes, number: int, seed: int) -> Item:
         "ignore_eos": True,
         "stream_options": {"include_usage": True},
     }
-    return Item(f"probe-{number}", "/v1/completions", body)
+    back = (Back.NO, Back.TOKEN, Back.KEY)[number % 3]
+    return Item(f"probe-{number}", "/v1/completions", body, back=back)
+
+
+def uncached(model: str, sizes: Sizes, count: int, seed: int) -> list[Item]:
+    """Return items that, asked in turn, find nothing of themselves in any cache any more."""
+    chance = random.Random(f"uncached {seed}")
+    text = SONNETS.read_text()
+    items = []
+    for number in range(count):
+        at = chance.randrange(len(text) - sizes.long)
+        body = {
+            "model": model,
+            "return_token_ids": True,
+            "prompt": f"{number}. {text[at : at + sizes.long * 2 // 3]}",
+            "max_tokens": sizes.many,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        items.append(Item(f"uncached-{number}", "/v1/completions", body))
+    return items

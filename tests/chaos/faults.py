@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.cli.processes import ProcessName, name_of
-from baton.cli.records import read_ledger
-from baton.cli.reports import LedgerSilent
+from baton.cli.reports import Registered
+from chaos import links
 from chaos.catalogue import Sizes
-from chaos.client import Heard
+from chaos.heard import Heard
 from chaos.place import Place
 
 ROLES = ("prefill", "decode", "router", "gateway")
@@ -27,6 +27,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(ROLES, ("kill", "freeze", "term", "restart")),
     "ledger": ("kill", "freeze", "wipe", "roll back", "stall", "cut"),
     "client": ("cut", "stall"),
+    "links": ("cut", "swallow", "garble"),
 }
 STAGES = (
     "queued",
@@ -68,11 +69,11 @@ def plan(
 ) -> Iterator[Fault]:
     """Yield faults without end: every kind at every stage once, in random order, and again.
 
-    ``only`` and ``skip`` hold targets and actions."""
+    ``only`` and ``skip`` hold targets, actions, and kinds ("kill decode")."""
     chance = random.Random(f"faults {seed}")
-    pairs = [(t, a) for t, actions in ACTIONS.items() for a in actions]
-    cells = [(t, a, s) for t, a in pairs for s in STAGES]
-    cells = [(t, a, s) for t, a, s in cells if (not only or {t, a} & only) and not {t, a} & skip]
+    pairs = [(t, a, {t, a, f"{a} {t}"}) for t, actions in ACTIONS.items() for a in actions]
+    wanted = [(t, a) for t, a, names in pairs if (not only or names & only) and not names & skip]
+    cells = [(t, a, s) for t, a in wanted for s in STAGES]
     number = 0
     while True:
         chance.shuffle(cells)
@@ -175,6 +176,8 @@ async def inject(place: Place, done: Done, stop: Stop) -> None:
             await _to_worker(place, done, stop)
         elif done.fault.target == "ledger":
             await _to_ledger(place, done, stop)
+        elif done.fault.target == "links":
+            await _to_links(place, done, stop)
         else:
             await _to_clients(place, done, stop)
     finally:
@@ -184,15 +187,12 @@ async def inject(place: Place, done: Done, stop: Stop) -> None:
 
 async def _to_worker(place: Place, done: Done, stop: Stop) -> None:
     fault, began = done.fault, time.monotonic()
-    name = await asyncio.to_thread(_instance, place, fault, stop)
-    found = (await asyncio.to_thread(place.registered)).get(name)
+    found, done.hit = await asyncio.to_thread(_victim, place, fault.target, fault.instance, stop)
     process = name_of(found.member.pid) if found is not None else None
-    done.victim = name
     if process is None or found is None:
         done.reached = False
         return
-    done.victim = str(found.member.peer)
-    done.hit = await asyncio.to_thread(_hit, place, done.victim)
+    done.victim, name = str(found.member.peer), found.member.peer.worker_id
     done.at = time.monotonic()
     done.held_s = done.at - began if stop.marks else 0.0
     match fault.action:
@@ -216,19 +216,22 @@ async def _to_worker(place: Place, done: Done, stop: Stop) -> None:
             await _ended(process)
 
 
-def _instance(place: Place, fault: Fault, stop: Stop) -> str:
-    """The one that has the held request, where the ledger says so."""
+def _victim(
+    place: Place, role: str, instance: int, stop: Stop
+) -> tuple[Registered | None, frozenset[str]]:
+    """Return the one that has the held request, else the busier one, and all that it has."""
+    registered, owned = place.registered(), place.owned()
     record = place.record(stop.request_id) if stop.request_id else None
-    owner = record.owners.get(fault.target) if record is not None else None
-    return owner.worker_id if owner is not None else f"{fault.target}-{fault.instance}"
-
-
-def _hit(place: Place, peer: str) -> frozenset[str]:
-    try:
-        owners = read_ledger(place.direct_url, "default").owners
-    except LedgerSilent:
-        return frozenset()
-    return frozenset(request_id for owner, request_id in owners if str(owner) == peer)
+    owner = record.owners.get(role) if record is not None else None
+    both = [
+        registered[n] for n in (f"{role}-{instance}", f"{role}-{1 - instance}") if n in registered
+    ]
+    if owner is not None:
+        both = [each for each in both if each.member.peer.worker_id == owner.worker_id]
+    if not both:
+        return None, frozenset()
+    found = max(both, key=lambda each: len(owned[str(each.member.peer)]))
+    return found, frozenset(owned[str(found.member.peer)])
 
 
 async def _ended(process: ProcessName) -> None:
@@ -276,6 +279,30 @@ async def _to_ledger(place: Place, done: Done, stop: Stop) -> None:
         case "cut":
             place.ledger_proxy.cut()
             stop.let_go()
+
+
+async def _to_links(place: Place, done: Done, stop: Stop) -> None:
+    """To all connections of one process, whoever dialled them; the processes live on."""
+    fault = done.fault
+    role = ROLES[fault.number % len(ROLES)]
+    found, done.hit = await asyncio.to_thread(_victim, place, role, fault.instance, stop)
+    if found is None:
+        done.reached = False
+        return
+    done.victim = str(found.member.peer)
+    pids = {name: one.member.pid for name, one in place.registered().items()}
+    with links.connections(place.cluster.run_dir, pids, found.member.peer.worker_id) as some:
+        done.at = time.monotonic()
+        match fault.action:
+            case "cut":
+                links.cut(some)
+            case "swallow":
+                stop.let_go()
+                await asyncio.to_thread(links.swallow, some)
+            case "garble":
+                links.garble(some, random.Random(fault.number))
+    stop.let_go()
+    done.reached = done.reached and bool(some)
 
 
 async def _to_clients(place: Place, done: Done, stop: Stop) -> None:

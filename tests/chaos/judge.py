@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from chaos.catalogue import Whole
-from chaos.client import Heard
+from chaos.heard import Heard
 
 
 class Class(StrEnum):
@@ -45,15 +45,23 @@ class Judgement:
     why: str = ""
 
 
-def judge(heard: Heard, *, excused: str = "") -> Judgement:
-    """Judge one answer; ``excused`` says why its connection could break, if it could."""
+def judge(heard: Heard, *, excused: str = "", may_forget: bool = False) -> Judgement:
+    """Judge one answer.
+
+    ``excused`` says why its connection could break, if it could; ``may_forget``: the ledger lost
+    what it knew of it.
+    """
     wanted = heard.item.reference
     if wanted is not None:
         wrong = _difference(heard.answer, wanted, whole=heard.done)
+        for part in heard.before:
+            wrong = wrong or _difference(part, wanted, whole=False)
         if wrong is not None:
             return wrong
     if heard.silent:
-        return Judgement(Class.SILENT, "no end within the deadline")
+        return Judgement(Class.SILENT, f"no end within the deadline {heard.trouble}")
+    if heard.forgotten and not may_forget:
+        return Judgement(Class.FAILED, "its token was unknown when it came back")
     if heard.done:
         return Judgement(Class.RIGHT)
     if heard.left:

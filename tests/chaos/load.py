@@ -6,14 +6,16 @@ Decides who asks what next (from the seed) and keeps every answer with its judge
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from chaos.catalogue import Item
-from chaos.client import Heard, ask
-from chaos.judge import Class, Judgement, judge
+from chaos.client import ask
+from chaos.heard import Heard
+from chaos.judge import Class, Judgement
 from chaos.place import Place
 
 #: After a refusal a client comes again later, as it was told to.
@@ -38,8 +40,9 @@ class Load:
         seed: int,
         *,
         deadline_s: float,
-        excuse: Callable[[Heard], str],
+        judge: Callable[[Heard], Judgement],
         on_bad: Callable[[Judged], None],
+        in_turn: bool = False,
     ) -> None:
         self.judged: list[Judged] = []
         self.running: set[int] = set()
@@ -47,12 +50,14 @@ class Load:
         self._items = items
         self._seed = seed
         self._deadline_s = deadline_s
-        self._excuse = excuse
+        self._judge = judge
         self._on_bad = on_bad
+        self._turns = itertools.cycle(items) if in_turn else None
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, clients: int) -> None:
+        self._stopping = False
         self._tasks = [
             asyncio.get_running_loop().create_task(self._client(number))
             for number in range(clients)
@@ -67,7 +72,10 @@ class Load:
         chance = random.Random(f"client {self._seed} {number}")
         weights = [item.weight for item in self._items]
         while not self._stopping:
-            (item,) = chance.choices(self._items, weights)
+            if self._turns is not None:
+                item = next(self._turns)
+            else:
+                (item,) = chance.choices(self._items, weights)
             judged = await self.one(item, through_proxy=chance.random() < 0.4)
             refused = judged.judgement.what is Class.REFUSED
             await asyncio.sleep(AFTER_REFUSAL_S if refused else chance.random() * 0.05)
@@ -80,7 +88,7 @@ class Load:
         heard.through_proxy = through_proxy
         port = self._place.client_port if through_proxy else self._place.port
         await ask(heard, port, self._deadline_s)
-        judged = Judged(heard, judge(heard, excused=self._excuse(heard)))
+        judged = Judged(heard, self._judge(heard))
         self.judged.append(judged)
         self._on_bad(judged)
         return judged

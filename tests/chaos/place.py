@@ -12,9 +12,12 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+
+import redis
 
 from baton.cli.audit import Verdict, watch
 from baton.cli.processes import ProcessName, members, name_of
@@ -25,9 +28,10 @@ from baton.cli.sample import Sample, take
 from baton.cli.supervisor import SETTINGS_NAME, Supervisor
 from baton.core.ids import Role
 from baton.core.limits import Limits
+from baton.ledger.keys import Keys
 from baton.runtime.config import load
 from baton.runtime.settings import Config
-from chaos.client import HOST
+from chaos.heard import HOST
 from chaos.proxy import Proxy, Streams
 from support.ledger_server import LedgerServer
 from support.ops_cluster import OpsCluster
@@ -89,6 +93,17 @@ class Place:
         found = self.registered().get(worker_id)
         return name_of(found.member.pid) if found is not None else None
 
+    def owned(self) -> dict[str, set[str]]:
+        """Return the requests of every process, by its whole name; the ledger's own index."""
+        found: dict[str, set[str]] = defaultdict(set)
+        server = redis.Redis.from_url(self.direct_url, socket_timeout=2.0)
+        with contextlib.suppress(redis.RedisError, OSError), server:
+            entries: Any = server.zrange(Keys(POOL).owners, 0, -1)
+            for entry in entries:
+                peer, _, request_id = entry.decode().partition(" ")
+                found[peer].add(request_id)
+        return found
+
     def record(self, request_id: str) -> Record | None:
         """Return a request's record, if the ledger has it and answers."""
         try:
@@ -105,6 +120,9 @@ class Place:
         overdue = [name for name, one in registered.items() if one.lease_ms < 0]
         if overdue:
             return f"overdue: {', '.join(overdue)}"
+        dead = [name for name, one in registered.items() if name_of(one.member.pid) is None]
+        if dead:
+            return f"dead: {', '.join(dead)}"
         reports = ask([one.member for one in registered.values()], "status", self.limits)
         by_name = {peer.worker_id: report for peer, report in reports.items()}
         silent = [name for name, report in by_name.items() if not isinstance(report, dict)]

@@ -1,23 +1,26 @@
-"""What a run found, as a table and as JSON.
+"""What runs found, as tables and as JSON.
 
 Decides how answers are put to faults (those in flight when it struck) and how added stall is
 measured: the gap between two tokens (or before the first) in which the fault lies, less what that
-gap is in the undisturbed answer; of the requests that the victim had in hand.
+gap is in the undisturbed answer; of the requests that the victim had in hand. A slice is what one
+cluster found, with every sample; slices of one part are added up.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from baton.bench.figures import quantile, table
-from chaos.client import Heard
 from chaos.faults import STAGES, Done
+from chaos.heard import Heard
 from chaos.judge import NEVER, Class
 from chaos.load import Judged
 
 _BAD = (Class.WRONG, Class.GAP, Class.SILENT)
+_SUMS = ("faults", "faults_at_the_wanted_stage", "requests", "resumed", "forgotten", "audits")
+_LISTS = ("leaked", "never_ready", "bad")
 
 
 def added_stall_s(heard: Heard, done: Done) -> float | None:
@@ -38,28 +41,26 @@ def in_flight(judged: Judged, done: Done) -> bool:
     return judged.heard.sent_at <= done.at <= judged.heard.ended_at
 
 
-def result(
+def slice_of(
     faults: list[Done], answers: list[Judged], leaks: list[str], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return everything that was found, ready for JSON."""
-    kinds: dict[str, dict[str, Any]] = {}
+    """Return everything that one cluster's run found, ready for JSON."""
     by_kind: dict[str, list[Done]] = defaultdict(list)
     for done in faults:
         by_kind[done.fault.kind].append(done)
-    for kind, some in sorted(by_kind.items()):
-        kinds[kind] = _kind(some, answers)
     classes = Counter(str(judged.judgement.what) for judged in answers)
     return {
         **facts,
         "faults": len(faults),
         "faults_at_the_wanted_stage": sum(done.reached for done in faults),
         "requests": len(answers),
+        "resumed": sum(j.heard.comebacks > 0 and j.heard.done for j in answers),
+        "forgotten": sum(j.heard.forgotten > 0 for j in answers),
         "classes": {str(each): classes[str(each)] for each in Class},
         "refused_because": dict(
             Counter(j.judgement.why for j in answers if j.judgement.what is Class.REFUSED)
         ),
-        "kinds": kinds,
-        "stages": dict(Counter(done.fault.stage for done in faults)),
+        "kinds": {kind: _kind(some, answers) for kind, some in sorted(by_kind.items())},
         "leaked": leaks,
         "never_ready": [f"{d.fault}: {d.trouble}" for d in faults if d.trouble],
         "bad": [
@@ -87,15 +88,62 @@ def _kind(some: list[Done], answers: list[Judged]) -> dict[str, Any]:
             mine = not done.hit or judged.heard.id in done.hit
             stall = added_stall_s(judged.heard, done) if mine else None
             if stall is not None and judged.judgement.what is Class.RIGHT:
-                stalls.append(stall)
-    ready = [done.ready_at - done.mended_at for done in some if done.ready_at]
+                stalls.append(round(stall, 3))
     return {
         "faults": len(some),
         "stages": {s: sum(d.fault.stage == s for d in some) for s in STAGES},
         "in_flight": {str(each): classes[str(each)] for each in Class},
-        "added_stall_s": _spread(stalls),
-        "ready_again_s": _spread(ready),
+        "stalls_s": stalls,
+        "ready_again_s": [round(d.ready_at - d.mended_at, 3) for d in some if d.ready_at],
     }
+
+
+def merged(slices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sum of slices of one part."""
+    kinds = sorted({kind for each in slices for kind in each["kinds"]})
+    return {
+        "part": slices[0]["part"],
+        "title": slices[0]["title"],
+        "clusters": len(slices),
+        "seeds": sorted({each["seed"] for each in slices}),
+        "cluster_minutes": round(sum(each["minutes"] for each in slices), 1),
+        **{name: sum(each[name] for each in slices) for name in _SUMS},
+        **{name: [one for each in slices for one in each[name]] for name in _LISTS},
+        "classes": _sum(each["classes"] for each in slices),
+        "refused_because": _sum(each["refused_because"] for each in slices),
+        "kinds": {
+            kind: _merged_kind([s["kinds"][kind] for s in slices if kind in s["kinds"]])
+            for kind in kinds
+        },
+        "notes": sorted({each["note"] for each in slices if each["note"]}),
+        "conditions": [each["conditions"] for each in slices],
+    }
+
+
+def _merged_kind(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "faults": sum(each["faults"] for each in some),
+        "stages": _sum(each["stages"] for each in some),
+        "in_flight": _sum(each["in_flight"] for each in some),
+        "added_stall_s": _spread([one for each in some for one in each["stalls_s"]]),
+        "ready_again_s": _spread([one for each in some for one in each["ready_again_s"]]),
+    }
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for each in counts:
+        for name, count in each.items():
+            total[name] = total.get(name, 0) + count
+    return total
+
+
+def is_bad(run: Mapping[str, Any]) -> bool:
+    """Whether anything happened that must not; ``run``: a slice or the sum of some."""
+    classes = run["classes"]
+    never = sum(classes[str(each)] for each in NEVER) + len(run["leaked"])
+    failed = classes["failed"] + len(run["never_ready"]) if run["part"] != "overlapping" else 0
+    return bool(never + failed)
 
 
 def _spread(values: list[float]) -> dict[str, float | int]:
@@ -110,8 +158,21 @@ def _spread(values: list[float]) -> dict[str, float | int]:
 
 
 def page(runs: Iterable[Mapping[str, Any]]) -> str:
-    """Return the tables of all runs."""
-    return "\n\n".join(_page(run) for run in runs)
+    """Return the tables and conditions of all runs."""
+    return "\n\n".join(["# chaos", *(f"{_page(run)}\n\n{_conditions(run)}" for run in runs)]) + "\n"
+
+
+def _conditions(run: Mapping[str, Any]) -> str:
+    """Return under which conditions the slices were cut."""
+    one = run["conditions"][0]
+    rows = [f"- {key}: {one[key]}" for key in ("cpu", "cores", "kernel", "python", "packages")]
+    rows += [
+        f"- {each['time']}, commit {each['commit']}, {each['side_by_side']} clusters side by side, "
+        f"left out: {', '.join(each['skipped']) or 'nothing'}, load average "
+        f"{each['load_average_at_start'][0]:.1f} to {each['load_average_at_end'][0]:.1f}"
+        for each in run["conditions"]
+    ]
+    return "\n".join([*(f"- {note}" for note in run["notes"]), *rows])
 
 
 def _page(run: Mapping[str, Any]) -> str:
@@ -151,16 +212,19 @@ def _page(run: Mapping[str, Any]) -> str:
     classes = run["classes"]
     accepted = sum(classes.values()) - classes["refused"]
     summary = (
-        f"**{run['title']}**: {run['faults']} faults in {run['minutes']} min, "
+        f"{run['faults']} faults in {run['cluster_minutes']} minutes of "
+        f"{run['clusters']} clusters, "
         f"{run['faults_at_the_wanted_stage']} of them at the very stage; "
-        f"{accepted} requests accepted, {classes['right']} right, {classes['left']} left by their "
+        f"{accepted} requests accepted, {classes['right']} right ({run['resumed']} of them over "
+        f"more than one connection), {classes['left']} left by their "
         f"client, {classes['failed']} failed with a clear error, {classes['broken']} broken with "
         f"their gateway or line; {classes['wrong']} wrong, {classes['gap']} with a gap or a "
         f"duplicate, {classes['silent']} silent; {classes['refused']} refused ({_reasons(run)}); "
-        f"{len(run['leaked'])} leaks in {run['audits']} audits; seed {run['seed']}."
+        f"{run['forgotten']} asked again because the ledger had lost their token; "
+        f"{len(run['leaked'])} leaks in {run['audits']} audits; seeds {run['seeds']}."
     )
     stages = ", ".join(STAGES)
-    return f"{summary}\n\nStages: {stages}.\n\n{table(header, rows)}"
+    return f"## {run['title']}\n\n{summary}\n\nStages: {stages}.\n\n{table(header, rows)}"
 
 
 def _reasons(run: Mapping[str, Any]) -> str:
