@@ -73,7 +73,9 @@ def _accepted(owner: str, pid: int, path: Path) -> list[Connection]:
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(FileNotFoundError):
-                if os.readlink(f"/proc/{pid}/fd/{name}") in inodes:
+                inode = os.readlink(f"/proc/{pid}/fd/{name}")
+                if inode in inodes:
+                    inodes.discard(inode)
                     end = _copy(pidfd, int(name))
                     if end is not None:
                         found.append(Connection(owner, _dialler(end), end))

@@ -1,0 +1,139 @@
+"""What judges a chaos run is judged itself: every kind of bad answer is told from a right one."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from chaos import faults, links, report
+from chaos.catalogue import Item, Whole
+from chaos.faults import Done, Fault
+from chaos.heard import Heard
+from chaos.judge import Class, judge
+from chaos.load import Judged
+
+DIALLER = """
+import socket, sys
+line = socket.socket(socket.AF_UNIX)
+line.connect(sys.argv[1])
+line.sendall(b"hello")
+while data := line.recv(1000):
+    sys.stdout.buffer.write(data)
+    sys.stdout.flush()
+"""
+
+
+def heard(ids: list[int], *, done: bool = True, **fields: object) -> Heard:
+    """Return what a client heard that should have heard 1 to 6."""
+    usage = {"prompt_tokens": 3, "completion_tokens": 6}
+    whole = Whole(ids=[1, 2, 3, 4, 5, 6], text="abcdef", finish="length", usage=usage)
+    item = Item("short-0", "/v1/completions", {"stream": True}, reference=whole)
+    answer = Whole(ids=ids, text="".join(" abcdef"[each] for each in ids))
+    if done:
+        answer.finish, answer.usage = "length", dict(usage)
+    found = Heard(item, answer=answer, done=done)
+    for name, value in fields.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        (Class.RIGHT, heard([1, 2, 3, 4, 5, 6])),
+        (Class.LEFT, heard([1, 2], done=False, left=True)),
+        (Class.WRONG, heard([1, 2, 6, 6, 6, 6])),
+        (Class.GAP, heard([1, 2, 4, 5, 6])),
+        (Class.GAP, heard([1, 2, 2, 3, 4])),
+        (Class.GAP, heard([1, 2, 3])),
+        (Class.SILENT, heard([1, 2], done=False, silent=True)),
+        (Class.SILENT, heard([1, 2], done=False, broken="reset")),
+        (Class.FAILED, heard([1], done=False, status=200, error={"code": "worker_lost"})),
+        (Class.REFUSED, heard([], done=False, status=503, error={"code": "no_router"})),
+        (Class.FAILED, heard([1, 2, 3, 4, 5, 6], forgotten=1)),
+        (Class.WRONG, heard([1, 2, 3, 4, 5, 6], before=[Whole(ids=[1, 9])])),
+    ],
+)
+def test_every_answer_has_its_class(what: Class, found: Heard) -> None:
+    """Right, left, refused and failed; and what must never be: wrong, a gap, twice, silent."""
+    assert judge(found).what is what
+
+
+def test_only_a_gateways_death_excuses_a_broken_connection() -> None:
+    """And only the loss of the ledger's data an unknown token."""
+    assert judge(heard([1], done=False, broken="x"), excused="it died").what is Class.BROKEN
+    forgotten = heard([1, 2, 3, 4, 5, 6], forgotten=1)
+    assert judge(forgotten, may_forget=True).what is Class.RIGHT
+
+
+def test_shares_of_a_plan_are_the_plan() -> None:
+    """Every kind at every stage, whatever is left out, and nothing twice within a round."""
+    cells = sum(len(actions) for actions in faults.ACTIONS.values()) * len(faults.STAGES)
+    first = list(islice(faults.plan(3), cells))
+    assert len({(each.kind, each.stage) for each in first}) == cells
+    less = list(islice(faults.plan(3, skip=frozenset({"roll back", "kill decode"})), cells))
+    kinds = {each.kind for each in less}
+    assert {"kill prefill", "restart decode"} <= kinds
+    assert not kinds & {"roll back ledger", "kill decode"}
+
+
+def test_slices_add_up() -> None:
+    """What was bad in one of them is bad in the sum."""
+    done = Done(Fault(1, "decode", "kill", "mid decode", 0.0, 0), at=2.05, hit=frozenset({"a"}))
+    done.mended_at, done.ready_at = 2.1, 3.1
+    right = heard([1, 2, 3, 4, 5, 6], id="a", sent_at=1.0, ended_at=4.0)
+    right.arrivals = [2.0, 2.5, 2.6]
+    facts = {"part": "fake", "title": "t", "minutes": 1.0, "audits": 1, "note": ""}
+    facts["conditions"] = {}
+    good = report.slice_of([done], [Judged(right, judge(right))], [], {**facts, "seed": 1})
+    lost = heard([1], done=False, silent=True, sent_at=1.0, ended_at=9.0)
+    bad = report.slice_of([done], [Judged(lost, judge(lost))], [], {**facts, "seed": 2})
+    assert not report.is_bad(good)
+    total = report.merged([good, bad])
+    assert report.is_bad(total)
+    assert (total["faults"], total["classes"]["right"], total["classes"]["silent"]) == (2, 1, 1)
+    assert total["kinds"]["kill decode"]["added_stall_s"]["p50"] == 0.5
+    assert total["seeds"] == [1, 2]
+
+
+@contextmanager
+def connected(folder: Path) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+    """This process accepts as ``decode-0`` what another one dialled as ``gateway-0``."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "decode-0.sock"))
+        listener.listen()
+        path = str(folder / "decode-0.sock")
+        command = [sys.executable, "-c", DIALLER, path]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as dialler:
+            accepted, _ = listener.accept()
+            with accepted:
+                yield accepted, dialler
+            dialler.kill()
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "gateway-0"])
+def test_a_connection_is_broken_under_its_owners(victim: str, tmp_path: Path) -> None:
+    """Garbage arrives, bytes do not, and then it ends, on both sides, whoever dialled."""
+    with connected(tmp_path) as (accepted, dialler):
+        pids = {"decode-0": os.getpid(), "gateway-0": dialler.pid}
+        with links.connections(tmp_path, pids, victim) as some:
+            assert [(each.owner, each.dialler_pid) for each in some] == [("decode-0", dialler.pid)]
+            links.swallow(some)
+            accepted.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                accepted.recv(1)
+            links.garble(some, random.Random(1))
+            assert dialler.stdout is not None
+            assert dialler.stdout.read(8) == random.Random(1).randbytes(8)
+            links.cut(some)
+        assert accepted.recv(1) == b""
+        assert dialler.wait(30) == 0
