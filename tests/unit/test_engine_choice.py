@@ -151,6 +151,38 @@ def test_a_step_that_differs_from_the_modules_is_refused(
     assert not spec.tensors
 
 
+def test_weights_of_fewer_bits_are_the_step_or_nothing(tmp_path: Path, compiled: Path) -> None:
+    """They have a file and a name of their own; without the compiled step the start is refused."""
+    info = folder_of(tmp_path)
+    for setting, words in (("auto", "not packed: run"), ("torch", "engine.kernels is torch")):
+        with pytest.raises(KernelsMissing, match=f"engine.weights = 'int4' needs.*{words}"):
+            chosen(tmp_path, info, setting, weights="int4")
+    said: list[str] = []
+    prepare_kernels(tmp_path, "float32", compiled, "auto", said.append, weights="int4")
+    assert said[-1] == "packing the weights of tiny in int4, float32"
+    choice = chosen(tmp_path, info, weights="int4")
+    assert choice.name == f"step-{binding.name_of(BEST)}-int4"
+    assert choice.packed == packed_path(tmp_path, "float32", "int4")
+    assert chosen(tmp_path, info).name.startswith("attention-")
+    with pytest.raises(KernelsMissing, match="not packed"):
+        chosen(tmp_path, info, weights="int8")
+    engine = build_engine(tmp_path, dtype="float32", threads=1, kernels=choice)
+    engine.warm_up()
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_quantised_weights_agree_with_modules_of_the_same(
+    tmp_path: Path, family: str, dtype: str, weights: str
+) -> None:
+    """The modules get what the codes stand for, and the logits are theirs."""
+    info = folder_of(tmp_path, family)
+    spec = pack(tmp_path, info, dtype, library_of(BEST).path, weights)
+    assert spec.refused == ""
+    assert (spec.weights, spec.head) == (weights, "int8")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3", "mistral-window"])
 def test_every_known_family_agrees_with_its_modules(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from baton.engine.native import abi
 from baton.engine.native.binding import Level
 from baton.engine.pack import packed
+from baton.engine.quantize import packed_slabs, quantize
 from baton.ports.engine import KVLayout
 from support.engine_compiled import LEVELS, library_of
 from support.engine_steps import by_token
@@ -39,7 +40,7 @@ def product(
     n, k = right.shape
     data = packed(torch.from_numpy(right).to(getattr(torch, dtype)), abi.K_STEP[dtype])
     out = np.full((len(left), n), np.nan, np.float32)
-    weights = abi.Weights(abi.address(data), None, n, k)
+    weights = abi.Weights(abi.address(data), None, n, k, abi.WEIGHT_KINDS["full"])
     library_of(level).product(dtype, weights, np.ascontiguousarray(left), out)
     return out
 
@@ -66,6 +67,46 @@ def test_a_product_is_right_and_every_row_is_its_own(
     first, last = sorted(draw.integers(0, m + 1, 2))
     if first < last:
         assert np.array_equal(product(level, dtype, left[first:last], right), found[first:last])
+
+
+@FEW
+@given(
+    level=st.sampled_from(LEVELS),
+    dtype=DTYPES,
+    kind=st.sampled_from(["int8", "int4"]),
+    shape=st.tuples(st.integers(1, 300), st.integers(1, 100), st.integers(1, 6)),
+    size=st.sampled_from([1e-3, 1.0, 30.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_product_with_quantised_weights_is_right_and_every_row_is_its_own(
+    *, level: Level, dtype: str, kind: str, shape: tuple[int, int, int], size: float, seed: int
+) -> None:
+    """Against what the codes stand for, in float64; a row has the same bits in any company."""
+    m, n, slabs = shape
+    draw = np.random.default_rng(seed)
+    left = rounded(draw.standard_normal((m, 32 * slabs), np.float32), dtype)
+    right = size * torch.from_numpy(draw.standard_normal((n, 32 * slabs), np.float32))
+    right[0, :32] = right[0, 0]  # all alike: a scale of 0
+    matrix = quantize(right, kind)
+    data, bias = packed_slabs(matrix), draw.standard_normal(n + 32).astype(np.float32)
+
+    def product_of(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        out = np.full((len(rows), n), np.nan, np.float32)
+        kinds = abi.WEIGHT_KINDS[kind]
+        weights = abi.Weights(abi.address(data), abi.address(bias), n, 32 * slabs, kinds)
+        library_of(level).product(dtype, weights, np.ascontiguousarray(rows), out)
+        return out
+
+    found = product_of(left)
+    wanted = left.astype(np.float64) @ matrix.weight().numpy().T.astype(np.float64) + bias[:n]
+    terms = matrix.scale.float() * matrix.codes.abs()
+    if matrix.least is not None:
+        terms = terms + matrix.least.float().abs()
+    sizes = np.abs(left).astype(np.float64) @ terms.flatten(1).numpy().T + np.abs(bias[:n])
+    assert (np.abs(found - wanted) <= ROUNDING * sizes).all()
+    first, last = sorted(draw.integers(0, m + 1, 2))
+    if first < last:
+        assert np.array_equal(product_of(left[first:last]), found[first:last])
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)

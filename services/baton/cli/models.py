@@ -55,14 +55,15 @@ def ensure_kernels(config: Config, folder: Path, cache: Path) -> KernelChoice:
     if choice is None or choice.missing:
         say("making kernels for this CPU, once")
         dtype = resolve_dtype(config.model.dtype)
-        arguments = [str(folder), dtype, str(cache), config.engine.kernels]
+        engine = config.engine
+        arguments = [str(folder), dtype, str(cache), engine.kernels, engine.weights]
         command = [sys.executable, "-m", "baton.engine.prepare_kernels", *arguments]
         subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
         choice = _chosen(config, folder, info, cache)
     if choice is None:
         raise CommandError(
-            f"engine.kernels = {config.engine.kernels!r} cannot be had here; "
-            "the reason stands above",
+            f"engine.kernels = {config.engine.kernels!r} with engine.weights = "
+            f"{config.engine.weights!r} cannot be had here; the reason stands above",
             ExitCode.CONFIG,
         )
     if choice.note and config.engine.kernels == "auto":

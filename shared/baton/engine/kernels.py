@@ -52,6 +52,7 @@ def choose_kernels(
     dtype: str,
     block_size: int,
     cache_dir: Path,
+    weights: str = "full",
 ) -> KernelChoice:
     """Return the kernels for a prepared model.
 
@@ -63,10 +64,36 @@ def choose_kernels(
         dtype: ``float32`` or ``bfloat16``.
         block_size: tokens a block.
         cache_dir: where compiled libraries are kept.
+        weights: ``full``, or ``int8`` or ``int4``, which only the compiled step knows.
 
     Raises:
-        KernelsMissing: the setting wants compiled kernels, and there are none.
+        KernelsMissing: the setting wants compiled kernels, or the weights the compiled step, and
+            there are none.
     """
+    choice = _choose(
+        setting,
+        model_dir,
+        info,
+        dtype=dtype,
+        block_size=block_size,
+        cache_dir=cache_dir,
+        weights=weights,
+    )
+    if weights != "full" and choice.packed is None:
+        raise KernelsMissing(f"engine.weights = {weights!r} needs the compiled step: {choice.note}")
+    return choice
+
+
+def _choose(
+    setting: str,
+    model_dir: Path,
+    info: ModelInfo,
+    *,
+    dtype: str,
+    block_size: int,
+    cache_dir: Path,
+    weights: str,
+) -> KernelChoice:
     if setting == "torch":
         return KernelChoice(TORCH.name, TORCH.order, note="engine.kernels is torch")
     choice = _library(setting, info, block_size, cache_dir)
@@ -74,7 +101,7 @@ def choose_kernels(
         if setting != "auto":
             raise KernelsMissing(f"engine.kernels = {setting!r}: {choice.note}")
         return choice
-    return _with_step(choice, model_dir, info, dtype)
+    return _with_step(choice, model_dir, info, dtype, weights)
 
 
 def level_for(setting: str) -> binding.Level:
@@ -98,12 +125,15 @@ def _library(setting: str, info: ModelInfo, block_size: int, cache_dir: Path) ->
     return KernelChoice(binding.name_of(level), "lanes", file)
 
 
-def _with_step(choice: KernelChoice, model_dir: Path, info: ModelInfo, dtype: str) -> KernelChoice:
+def _with_step(
+    choice: KernelChoice, model_dir: Path, info: ModelInfo, dtype: str, weights: str
+) -> KernelChoice:
     """Return the compiled step, if the model's weights are packed for it."""
-    packed = find_packed(model_dir, dtype, info)
+    packed = find_packed(model_dir, dtype, info, weights)
     if packed is not None and not packed.refused:
-        path = packed_path(model_dir, dtype)
-        return replace(choice, name=f"step-{choice.name}", packed=path)
+        path = packed_path(model_dir, dtype, weights)
+        kind = "" if weights == "full" else f"-{weights}"
+        return replace(choice, name=f"step-{choice.name}{kind}", packed=path)
     missing = packed is None and info.architecture in STEP_ARCHITECTURES
     if packed is not None:
         why = packed.refused

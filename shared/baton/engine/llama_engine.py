@@ -114,9 +114,10 @@ def _llama(weights: PackedWeights, layout: KVLayout, threads: int) -> abi.Llama:
 
     def matrix(name: str) -> abi.Weights:
         n, k = sizes[name.rpartition(".")[2]]
+        kind = abi.WEIGHT_KINDS[spec.head if name == "head" else spec.weights]
         bias = f"{name}_bias"
         found = weights.place(bias) if weights.has(bias) else None
-        return abi.Weights(weights.place(name), found, n, k)
+        return abi.Weights(weights.place(name), found, n, k, kind)
 
     def maybe(name: str) -> Any:
         return weights.place(name) if weights.has(name) else None

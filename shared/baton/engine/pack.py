@@ -30,6 +30,7 @@ from baton.engine.packed import (
     packed_path,
     write_packed,
 )
+from baton.engine.quantize import Quantized, head_kind, packed_slabs, quantize
 from baton.ports.engine import ModelInfo, Row, SampleSpec
 
 _LANES = 16
@@ -38,33 +39,40 @@ _CHECKED = 300
 _CHUNK = 110
 #: Largest difference of a logit from the modules in float32 over the same weights, in standard
 #: deviations of the logits, that counts as rounding.
-TOLERANCE = {"float32": 5e-3, "bfloat16": 0.2}
+TOLERANCE = {"float32": 5e-3, "bfloat16": 0.3}
 
 
-def pack(model_dir: Path, info: ModelInfo, dtype: str, library: Path) -> PackedSpec:
+def pack(
+    model_dir: Path, info: ModelInfo, dtype: str, library: Path, weights: str = "full"
+) -> PackedSpec:
     """Write the packed weights of a Llama-like model, unless they are there, and return the header.
 
     Its ``refused`` says why the compiled step is not for this model, if it is not.
     """
-    path = packed_path(model_dir, dtype)
+    path = packed_path(model_dir, dtype, weights)
     with held_lock(model_dir / ".pack.lock"):
-        found = find_packed(model_dir, dtype, info)
+        found = find_packed(model_dir, dtype, info, weights)
         if found is not None:
             return found
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
-            _write_checked(part, load_model(model_dir, dtype, keep=False), info, dtype, library)
+            # Codes are made from the stored weights, not from what the dtype leaves of them.
+            loaded = dtype if weights == "full" else "float32"
+            model = load_model(model_dir, loaded, keep=False)
+            _write_checked(part, model, info, library, dtype=dtype, weights=weights)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
-        found = find_packed(model_dir, dtype, info)
+        found = find_packed(model_dir, dtype, info, weights)
         assert found is not None
         return found
 
 
-def _write_checked(part: Path, model: Any, info: ModelInfo, dtype: str, library: Path) -> None:
+def _write_checked(
+    part: Path, model: Any, info: ModelInfo, library: Path, *, dtype: str, weights: str
+) -> None:
     try:
-        spec = describe(model, info, dtype)
+        spec = describe(model, info, dtype, weights)
         write_packed(part, spec, dict(tensors_of(model, spec)))
         check(part, model, info, dtype, library)
     except ModelRefused as error:
@@ -123,7 +131,7 @@ def check(path: Path, model: Any, info: ModelInfo, dtype: str, library: Path) ->
 
 
 @torch.inference_mode()
-def describe(model: Any, info: ModelInfo, dtype: str) -> PackedSpec:
+def describe(model: Any, info: ModelInfo, dtype: str, weights: str = "full") -> PackedSpec:
     """Return what the compiled step must know of ``model``.
 
     Raises:
@@ -146,6 +154,8 @@ def describe(model: Any, info: ModelInfo, dtype: str) -> PackedSpec:
         norm_eps=layers[0].input_layernorm.variance_epsilon,
         scale=first.scaling,
         layers=tuple(_layer(info.architecture, config, layer.self_attn) for layer in layers),
+        weights=weights,
+        head=head_kind(weights),
     )
     _refuse(model, spec)
     return spec
@@ -194,33 +204,66 @@ def _rotary(model: Any, positions: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def tensors_of(model: Any, spec: PackedSpec) -> Iterator[tuple[str, NDArray[np.uint8]]]:
-    """Yield name and bytes of every tensor, in the order a step reads them."""
-    step = K_STEP[spec.dtype]
-    inner = model.model
-    yield "embedding", _raw(inner.embed_tokens.weight)
+    """Yield name and bytes of every tensor, in the order a step reads them.
+
+    The model's own weights become what the codes stand for on the way, if they are quantised.
+    """
+    inner, head = model.model, model.lm_head
+    embedding = inner.embed_tokens.weight.to(getattr(torch, spec.dtype))
+    if spec.weights != "full":
+        _untie(model, embedding)
+    yield "embedding", _raw(embedding)
     yield "rotary", _raw(_rotary(model, spec.context))
     for number, layer in enumerate(inner.layers):
         attention, feed = layer.self_attn, layer.mlp
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         yield f"{number}.attention_norm", _floats(layer.input_layernorm.weight)
-        yield f"{number}.qkv", packed(torch.cat([part.weight for part in projections]), step)
+        yield f"{number}.qkv", _matrix(projections, spec, spec.weights)
         if projections[0].bias is not None:
             bias = torch.cat([part.bias for part in projections])
             yield f"{number}.qkv_bias", _floats(_whole_groups(bias))
         for name in ("q_norm", "k_norm"):
             if getattr(attention, name, None) is not None:
                 yield f"{number}.{name}", _floats(getattr(attention, name).weight)
-        yield f"{number}.out", packed(attention.o_proj.weight, step)
+        yield f"{number}.out", _matrix([attention.o_proj], spec, spec.weights)
         if attention.o_proj.bias is not None:
             yield f"{number}.out_bias", _floats(_whole_groups(attention.o_proj.bias))
         yield f"{number}.mlp_norm", _floats(layer.post_attention_layernorm.weight)
-        pairs = [
-            part.weight.view(-1, _LANES, spec.hidden) for part in (feed.gate_proj, feed.up_proj)
-        ]
-        yield f"{number}.gate_up", packed(torch.stack(pairs, 1).view(-1, spec.hidden), step)
-        yield f"{number}.down", packed(feed.down_proj.weight, step)
+        yield (
+            f"{number}.gate_up",
+            _matrix([feed.gate_proj, feed.up_proj], spec, spec.weights, in_turn=True),
+        )
+        yield f"{number}.down", _matrix([feed.down_proj], spec, spec.weights)
     yield "final_norm", _floats(inner.norm.weight)
-    yield "head", packed(model.lm_head.weight, step)
+    yield "head", _matrix([head], spec, spec.head)
+
+
+def _untie(model: Any, embedding: torch.Tensor) -> None:
+    """Give the head weights of its own, and the modules the embedding that the step has."""
+    parameter = torch.nn.Parameter
+    model.lm_head.weight = parameter(model.lm_head.weight.clone(), requires_grad=False)
+    model.model.embed_tokens.weight = parameter(embedding.float(), requires_grad=False)
+
+
+def _matrix(
+    parts: list[Any], spec: PackedSpec, kind: str, *, in_turn: bool = False
+) -> NDArray[np.uint8]:
+    """Pack linear modules as one matrix, one below the other or (``in_turn``) 16 rows of each."""
+
+    def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+        if not in_turn:
+            return torch.cat(tensors)
+        lined = [tensor.view(-1, _LANES, *tensor.shape[1:]) for tensor in tensors]
+        return torch.stack(lined, 1).flatten(0, 2)
+
+    if kind == "full":
+        return packed(joined([part.weight for part in parts]), K_STEP[spec.dtype])
+    found = [quantize(part.weight, kind) for part in parts]
+    for part, matrix in zip(parts, found, strict=True):
+        part.weight = torch.nn.Parameter(matrix.weight(), requires_grad=False)
+    codes, scale = (joined([getattr(m, name) for m in found]) for name in ("codes", "scale"))
+    leasts = [matrix.least for matrix in found if matrix.least is not None]
+    return packed_slabs(Quantized(codes, scale, joined(leasts) if leasts else None))
 
 
 def packed(weight: torch.Tensor, step: int) -> NDArray[np.uint8]:

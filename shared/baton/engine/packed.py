@@ -65,21 +65,28 @@ class PackedSpec(msgspec.Struct, frozen=True):
     norm_eps: float
     scale: float
     layers: tuple[LayerSpec, ...]
+    weights: str = "full"
+    """Kind of the layers' matrices: ``full`` (of the dtype), ``int8`` or ``int4``."""
+    head: str = "full"
+    """Kind of the head's matrix."""
     refused: str = ""
     """Why the compiled step is not for this model; then there are no tensors."""
     tensors: dict[str, tuple[int, int]] = {}
     """Offset in the file and bytes of each tensor."""
 
 
-def packed_path(model_dir: Path, dtype: str) -> Path:
+def packed_path(model_dir: Path, dtype: str, weights: str = "full") -> Path:
     """Return where a model's packed weights lie."""
-    return model_dir / f"packed-{VERSION}.{dtype}.bin"
+    kind = "" if weights == "full" else f".{weights}"
+    return model_dir / f"packed-{VERSION}.{dtype}{kind}.bin"
 
 
-def find_packed(model_dir: Path, dtype: str, info: ModelInfo) -> PackedSpec | None:
+def find_packed(
+    model_dir: Path, dtype: str, info: ModelInfo, weights: str = "full"
+) -> PackedSpec | None:
     """Return the header of this very model's packed weights, if they are there in full."""
     try:
-        spec = read_spec(packed_path(model_dir, dtype))
+        spec = read_spec(packed_path(model_dir, dtype, weights))
     except (OSError, ModelNotPrepared):
         return None
     return spec if spec.model == info.digest else None

@@ -19,7 +19,13 @@ from baton.engine.packed import STEP_ARCHITECTURES
 
 
 def prepare_kernels(
-    model_dir: Path, dtype: str, cache_dir: Path, setting: str, say: Callable[[str], None]
+    model_dir: Path,
+    dtype: str,
+    cache_dir: Path,
+    setting: str,
+    say: Callable[[str], None],
+    *,
+    weights: str = "full",
 ) -> None:
     """Compile and pack whatever is missing.
 
@@ -29,6 +35,7 @@ def prepare_kernels(
         cache_dir: where compiled libraries are kept.
         setting: of ``engine.kernels``; its level is compiled.
         say: told what goes on.
+        weights: of ``engine.weights``.
 
     Raises:
         BuildFailed: there is no compiler, or it failed.
@@ -45,22 +52,23 @@ def prepare_kernels(
         from baton.engine.pack import pack
 
         library = building.result()
-    say(f"packing the weights of {info.name} in {dtype}")
-    packed = pack(model_dir, info, dtype, library)
+    kind = dtype if weights == "full" else f"{weights}, {dtype}"
+    say(f"packing the weights of {info.name} in {kind}")
+    packed = pack(model_dir, info, dtype, library, weights)
     if packed.refused:
         say(f"the compiled step is not for {info.name}: {packed.refused}")
 
 
 def main(arguments: list[str]) -> int:
-    """``python -m baton.engine.prepare_kernels MODEL_DIR DTYPE CACHE_DIR SETTING``."""
-    folder, dtype, cache, setting = arguments
+    """``python -m baton.engine.prepare_kernels MODEL_DIR DTYPE CACHE_DIR SETTING WEIGHTS``."""
+    folder, dtype, cache, setting, weights = arguments
 
     def say(what: str) -> None:
         sys.stdout.write(f"{what}\n")
         sys.stdout.flush()
 
     try:
-        prepare_kernels(Path(folder), dtype, Path(cache), setting, say)
+        prepare_kernels(Path(folder), dtype, Path(cache), setting, say, weights=weights)
     except BuildFailed as error:
         sys.stderr.write(f"{error}\n")
         return os.EX_UNAVAILABLE

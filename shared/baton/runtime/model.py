@@ -67,6 +67,7 @@ def kernel_choice(config: Config, folder: Path, info: ModelInfo, cache: Path) ->
         dtype=resolve_dtype(config.model.dtype),
         block_size=config.arena.block_size,
         cache_dir=cache,
+        weights=config.engine.weights,
     )
 
 

@@ -14,12 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ABI = 1
+ABI = 2
 DTYPES = {"float32": 0, "bfloat16": 1}
 #: Elements of K that a packed line holds of one column.
 K_STEP = {"float32": 1, "bfloat16": 2}
 #: Columns of one packed group.
 GROUP = 32
+#: Elements along k that share a scale, of weights of 8 and 4 bits.
+SHARED = 32
+#: What a matrix's elements are: of the model's dtype, or codes.
+WEIGHT_KINDS = {"full": 0, "int8": 1, "int4": 2}
 #: Most query heads of one KV head.
 GROUP_HEADS_MAX = 192
 
@@ -45,7 +49,10 @@ _REFUSALS = {
 class Weights(Structure):
     """One packed matrix."""
 
-    _fields_ = (("data", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32))
+    _fields_ = (
+        *(("data", c_void_p), ("bias", c_void_p)),
+        *((name, c_int32) for name in ("n", "k", "kind")),
+    )
 
 
 class LlamaShape(Structure):

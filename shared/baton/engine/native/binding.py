@@ -21,11 +21,15 @@ from pathlib import Path
 from baton.engine.info import cpu_flags
 
 _HERE = Path(__file__).parent
-_SOURCES = ("vec.h", "gemm.h", "attention.h", "pool.h", "llama.h", "kernels.cpp")
+_SOURCES = (
+    *("base.h", "reg_avx512.h", "reg_avx2.h", "reg_portable.h", "vec.h", "buffer.h", "pool.h"),
+    *("tile.h", "quant.h", "gemm.h", "attention.h", "llama.h", "kernels.cpp"),
+)
 #: ``-ffp-contract=off``: what is fused is written as such, so results do not depend on a compiler.
 _ARGUMENTS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
     *("-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-maybe-uninitialized"),
+    "-Wno-ignored-attributes",
 )
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}

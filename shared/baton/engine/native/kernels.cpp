@@ -17,11 +17,11 @@ enum Dtype { kFloat32 = 0, kBfloat16 = 1 };
 struct PlainWeights {
   const void* data;
   const float* bias;
-  int32_t n, k;
+  int32_t n, k, kind;
 
   template <class T>
   Weights<T> of() const {
-    return {static_cast<const T*>(data), bias, n, k};
+    return {data, bias, n, k, kind};
   }
 };
 
@@ -131,7 +131,7 @@ void multiply_all(const PlainWeights& plain, const float* a, int m, float* out) 
 
 extern "C" {
 
-BATON_EXPORT int32_t baton_abi() { return 1; }
+BATON_EXPORT int32_t baton_abi() { return 2; }
 
 BATON_EXPORT void* baton_llama_new(const BatonLlama* given) {
   return given->dtype == kBfloat16 ? make_llama<Bf16>(*given) : make_llama<float>(*given);

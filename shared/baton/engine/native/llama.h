@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "buffer.h"
 #include "pool.h"
 
 namespace baton {
@@ -31,24 +32,6 @@ struct LlamaLayer {
   const float* k_norm;
   int window;  // 0: all
   bool rotate;
-};
-
-// Grows, never shrinks; aligned for vectors, with room to read a whole vector at its end.
-template <class E>
-class Buffer {
- public:
-  E* sized(size_t count) {
-    if (count > count_) {
-      memory_.reset(new char[(count + kLanes) * sizeof(E) + 64]);
-      count_ = count;
-    }
-    const auto address = reinterpret_cast<uintptr_t>(memory_.get());
-    return reinterpret_cast<E*>((address + 63) / 64 * 64);
-  }
-
- private:
-  std::unique_ptr<char[]> memory_;
-  size_t count_ = 0;
 };
 
 class Llama {

@@ -5,192 +5,17 @@
 // as such here: float32 results are the same bits on every level that has fused multiply-add.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#define BATON_INLINE inline __attribute__((always_inline))
-#define BATON_UNROLL _Pragma("GCC unroll 16")
-
-namespace baton {
-
-constexpr int kLanes = 16;
-
-// A bfloat16 in memory.
-struct Bf16 {
-  uint16_t bits;
-};
-
-// --- one register -------------------------------------------------------------------------------
+#include "base.h"
 
 #if defined(__AVX512F__)
-using Reg = __m512;
-using IntReg = __m512i;
-BATON_INLINE Reg reg_load(const float* p) { return _mm512_loadu_ps(p); }
-BATON_INLINE void reg_store(float* p, Reg a) { _mm512_storeu_ps(p, a); }
-BATON_INLINE Reg reg_splat(float a) { return _mm512_set1_ps(a); }
-BATON_INLINE Reg reg_fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
-// Of the two the second wherever either is no number: NaN in `b` stays.
-BATON_INLINE Reg reg_max(Reg a, Reg b) { return _mm512_max_ps(a, b); }
-BATON_INLINE Reg reg_min(Reg a, Reg b) { return _mm512_min_ps(a, b); }
-BATON_INLINE Reg reg_round(Reg a) {
-  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-// 2 ** n of whole n in [-126, 128].
-BATON_INLINE Reg reg_pow2(Reg n) {
-  const IntReg biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
-}
-// Zero where x < least, else a.
-BATON_INLINE Reg reg_zero_below(Reg x, Reg least, Reg a) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), a);
-}
-// `a` in lanes low <= lane < high, else `other`; `lane0` is the number of the first lane.
-BATON_INLINE Reg reg_between(Reg a, int lane0, int low, int high, Reg other) {
-  const IntReg lane = _mm512_add_epi32(
-      _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-      _mm512_set1_epi32(lane0));
-  const __mmask16 in = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(low)) &
-                       _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(high));
-  return _mm512_mask_mov_ps(other, in, a);
-}
-BATON_INLINE Reg reg_widen(const Bf16* p) {
-  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
-}
-// The halves of 16 pairs: first elements, second elements.
-BATON_INLINE Reg reg_first(const Bf16* p) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
-}
-BATON_INLINE Reg reg_second(const Bf16* p) {
-  return _mm512_castsi512_ps(
-      _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000u))));
-}
-BATON_INLINE void reg_narrow(Bf16* p, Reg a) {
-#if defined(__AVX512BF16__)
-  const __m256bh narrow = _mm512_cvtneps_pbh(a);
-  std::memcpy(p, &narrow, sizeof narrow);
+#include "reg_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "reg_avx2.h"
 #else
-  const IntReg raw = _mm512_castps_si512(a);
-  const IntReg odd = _mm512_and_si512(_mm512_srli_epi32(raw, 16), _mm512_set1_epi32(1));
-  const IntReg up = _mm512_add_epi32(raw, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-  const IntReg kept = _mm512_mask_mov_epi32(up, nan, _mm512_set1_epi32(0x7fc00000));
-  const __m256i narrow = _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow);
+#include "reg_portable.h"
 #endif
-}
 
-#elif defined(__AVX2__) && defined(__FMA__)
-using Reg = __m256;
-using IntReg = __m256i;
-BATON_INLINE Reg reg_load(const float* p) { return _mm256_loadu_ps(p); }
-BATON_INLINE void reg_store(float* p, Reg a) { _mm256_storeu_ps(p, a); }
-BATON_INLINE Reg reg_splat(float a) { return _mm256_set1_ps(a); }
-BATON_INLINE Reg reg_fma(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
-BATON_INLINE Reg reg_max(Reg a, Reg b) { return _mm256_max_ps(a, b); }
-BATON_INLINE Reg reg_min(Reg a, Reg b) { return _mm256_min_ps(a, b); }
-BATON_INLINE Reg reg_round(Reg a) {
-  return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-BATON_INLINE Reg reg_pow2(Reg n) {
-  const IntReg biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
-}
-BATON_INLINE Reg reg_zero_below(Reg x, Reg least, Reg a) {
-  return _mm256_and_ps(_mm256_cmp_ps(x, least, _CMP_NLT_UQ), a);
-}
-BATON_INLINE Reg reg_between(Reg a, int lane0, int low, int high, Reg other) {
-  const IntReg lane = _mm256_add_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0),
-                                       _mm256_set1_epi32(lane0));
-  const IntReg below = _mm256_cmpgt_epi32(_mm256_set1_epi32(low), lane);
-  const IntReg under = _mm256_cmpgt_epi32(_mm256_set1_epi32(high), lane);
-  return _mm256_blendv_ps(other, a, _mm256_castsi256_ps(_mm256_andnot_si256(below, under)));
-}
-BATON_INLINE Reg reg_widen(const Bf16* p) {
-  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
-}
-BATON_INLINE Reg reg_first(const Bf16* p) {
-  const IntReg raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(raw, 16));
-}
-BATON_INLINE Reg reg_second(const Bf16* p) {
-  const IntReg raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(int(0xffff0000u))));
-}
-BATON_INLINE void reg_narrow(Bf16* p, Reg a) {
-  const IntReg raw = _mm256_castps_si256(a);
-  const IntReg odd = _mm256_and_si256(_mm256_srli_epi32(raw, 16), _mm256_set1_epi32(1));
-  const IntReg up = _mm256_add_epi32(raw, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-  const IntReg nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-  const IntReg kept =
-      _mm256_srli_epi32(_mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), nan), 16);
-  const IntReg joined = _mm256_permute4x64_epi64(_mm256_packus_epi32(kept, kept), 0x08);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(joined));
-}
-
-#else  // portable: the compiler's own vectors, four lanes, NEON or SSE or scalars
-typedef float Reg __attribute__((vector_size(16)));
-typedef int32_t IntReg __attribute__((vector_size(16)));
-typedef uint32_t UintReg __attribute__((vector_size(16)));
-BATON_INLINE Reg reg_load(const float* p) {
-  Reg a;
-  std::memcpy(&a, p, sizeof a);
-  return a;
-}
-BATON_INLINE void reg_store(float* p, Reg a) { std::memcpy(p, &a, sizeof a); }
-BATON_INLINE Reg reg_splat(float a) { return Reg{a, a, a, a}; }
-#if defined(__aarch64__)
-BATON_INLINE Reg reg_fma(Reg a, Reg b, Reg c) {
-  return Reg{__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]),
-             __builtin_fmaf(a[2], b[2], c[2]), __builtin_fmaf(a[3], b[3], c[3])};
-}
-#else
-BATON_INLINE Reg reg_fma(Reg a, Reg b, Reg c) { return a * b + c; }
-#endif
-BATON_INLINE Reg reg_max(Reg a, Reg b) { return a > b ? a : b; }
-BATON_INLINE Reg reg_min(Reg a, Reg b) { return a < b ? a : b; }
-BATON_INLINE Reg reg_round(Reg a) {  // |a| < 2 ** 22 here
-  const Reg magic = reg_splat(12582912.0f);
-  return (a + magic) - magic;
-}
-BATON_INLINE Reg reg_pow2(Reg n) {
-  const IntReg biased = (__builtin_convertvector(n, IntReg) + 127) << 23;
-  return reinterpret_cast<Reg>(biased);
-}
-BATON_INLINE Reg reg_zero_below(Reg x, Reg least, Reg a) {
-  return x < least ? reg_splat(0.0f) : a;
-}
-BATON_INLINE Reg reg_between(Reg a, int lane0, int low, int high, Reg other) {
-  const IntReg lane = IntReg{0, 1, 2, 3} + lane0;
-  return ((lane >= low) & (lane < high)) ? a : other;
-}
-BATON_INLINE Reg reg_widen(const Bf16* p) {
-  const UintReg raw = {p[0].bits, p[1].bits, p[2].bits, p[3].bits};
-  return reinterpret_cast<Reg>(raw << 16);
-}
-BATON_INLINE Reg reg_first(const Bf16* p) {
-  UintReg raw;
-  std::memcpy(&raw, p, sizeof raw);
-  return reinterpret_cast<Reg>(raw << 16);
-}
-BATON_INLINE Reg reg_second(const Bf16* p) {
-  UintReg raw;
-  std::memcpy(&raw, p, sizeof raw);
-  return reinterpret_cast<Reg>(raw & 0xffff0000u);
-}
-BATON_INLINE void reg_narrow(Bf16* p, Reg a) {
-  const UintReg raw = reinterpret_cast<UintReg>(a);
-  const UintReg up = (raw + ((raw >> 16) & 1) + 0x7fff) >> 16;
-  const UintReg kept = a == a ? up : UintReg{0x7fc0, 0x7fc0, 0x7fc0, 0x7fc0};
-  for (int i = 0; i < 4; ++i) p[i].bits = uint16_t(kept[i]);
-}
-#endif
+namespace baton {
 
 constexpr int kRegLanes = sizeof(Reg) / sizeof(float);
 constexpr int kRegs = kLanes / kRegLanes;
@@ -214,6 +39,11 @@ BATON_INLINE F16 load(const float* p) {
   return out;
 }
 BATON_INLINE F16 load(const Bf16* p) {
+  F16 out;
+  BATON_EACH out.r[i] = reg_widen(p + i * kRegLanes);
+  return out;
+}
+BATON_INLINE F16 load(const Half* p) {
   F16 out;
   BATON_EACH out.r[i] = reg_widen(p + i * kRegLanes);
   return out;
@@ -331,6 +161,19 @@ struct Product<float> {
   static BATON_INLINE void add(F16& sum, const A& a, const B& b) { sum = fma(a, b, sum); }
 };
 
+// Two elements along K at a time, as floats: first the even, then the odd one.
+struct FloatPairs {
+  using Act = float;
+  struct A {
+    F16 first, second;
+  };
+  using B = A;
+  static BATON_INLINE A left(const Act* p) { return {splat(p[0]), splat(p[1])}; }
+  static BATON_INLINE void add(F16& sum, const A& a, const B& b) {
+    sum = fma(a.second, b.second, fma(a.first, b.first, sum));
+  }
+};
+
 #if defined(__AVX512BF16__)
 template <>
 struct Product<Bf16> {
@@ -349,15 +192,10 @@ struct Product<Bf16> {
   }
 };
 #else
+// The left operand is a float that was rounded to bfloat16 all the same.
 template <>
-struct Product<Bf16> {
+struct Product<Bf16> : FloatPairs {
   static constexpr int kStep = 2;
-  using Act = float;  // rounded to bfloat16 all the same
-  struct A {
-    F16 first, second;
-  };
-  using B = A;
-  static BATON_INLINE A left(const Act* p) { return {splat(p[0]), splat(p[1])}; }
   static BATON_INLINE B right(const Bf16* p) {
     B out;
     BATON_EACH {
@@ -365,9 +203,6 @@ struct Product<Bf16> {
       out.second.r[i] = reg_second(p + 2 * i * kRegLanes);
     }
     return out;
-  }
-  static BATON_INLINE void add(F16& sum, const A& a, const B& b) {
-    sum = fma(a.second, b.second, fma(a.first, b.first, sum));
   }
 };
 #endif
