@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,7 @@ from baton.engine.torch_engine import TorchEngine
 from baton.ports.engine import Engine, StepFailed
 from support.engine_compiled import LEVELS, attention_engine, step_engine
 from support.engine_models import VOCAB, tiny_info, tiny_model
-from support.engine_steps import Arena, Sequel, by_token, ids_of
+from support.engine_steps import GREEDY, Arena, Sequel, by_token, ids_of
 
 BLOCK = 16
 #: Longer than two attention tiles, not a multiple of anything.
@@ -232,6 +233,36 @@ def test_wrong_kv_never_yields_the_right_token_unnoticed(engine: Engine, prompt:
         assert caught.value.retryable
     else:
         assert engine.step([again.decode_row()])[0] != right
+
+
+def test_all_is_stored_before_the_first_token_is_chosen(engine: Engine, prompt: Any) -> None:
+    """Whoever is told then sees the bytes that the step leaves, and is told once."""
+    arena = Arena(engine, 12)
+    one = Sequel(engine, prompt[:50], ids_of([3, 1, 4, 2]))
+    two = Sequel(engine, prompt[50:], ids_of([9, 5, 7, 6]))
+    seen: list[bytes] = []
+    rows = [one.prompt_row(0, 50), two.prompt_row(0, 40)]
+    results = engine.step(rows, lambda: seen.append(bytes(arena.memory)))
+    assert seen == [bytes(arena.memory)]
+    assert results[0] is not None and results[1] is None
+    engine.step([two.prompt_row(40, 60)], lambda: seen.append(bytes(arena.memory)))
+    assert seen[1:] == [bytes(arena.memory)] != seen[:1]
+
+
+def test_a_token_that_cannot_be_chosen_leaves_the_others_theirs(
+    engine: Engine, prompt: Any
+) -> None:
+    """All is stored and told by then, so the others are not stepped again: they have results."""
+    Arena(engine, 12)
+    none = msgspec.structs.replace(GREEDY, allowed_token_ids=(5,), bad_words_ids=((5,),))
+    stuck = Sequel(engine, prompt[:20], ids_of([1, 2]), params=none, request_id="stuck")
+    good = Sequel(engine, prompt[:20], ids_of([3, 4]), request_id="good")
+    told: list[bool] = []
+    rows = [stuck.prompt_row(0, 20), good.prompt_row(0, 20)]
+    with pytest.raises(StepFailed, match="masks leave no token") as caught:
+        engine.step(rows, lambda: told.append(True))
+    assert told == [True] and caught.value.request_ids == ("stuck",)
+    assert caught.value.results == [None, engine.step([good.prompt_row(0, 20)])[0]]
 
 
 def test_detach_lets_the_memory_go(engine: Engine, prompt: Any) -> None:

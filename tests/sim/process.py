@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from baton.channel.layout import RECORD_BYTES
@@ -35,7 +36,7 @@ from baton.ports.driving import (
 from baton.ports.lease import LeaseKeeper, MembersChanged, Replaced
 from baton.ports.ledger import AnyOp, Reply, Unavailable
 from baton.ports.transport import PeerLost, PeerUp, TransportEvent
-from baton.prefill.io import ChunkRow, MapArena, RunChunk, UnmapArena
+from baton.prefill.io import ChunkRow, ChunkStored, MapArena, RunChunk, UnmapArena
 from baton.prefill.machine import PrefillMachine
 from baton.prefill.work import ChunkWorker
 from baton.router.machine import RouterMachine
@@ -425,10 +426,14 @@ class Process:
             if self.cluster.is_fatal(row.row for row in command.rows):
                 self.kill()
                 return
-            finished = self.chunks.complete(command, live, began)
+            stored: list[ChunkStored] = []
+            finished = self.chunks.complete(command, live, began, stored.append)
             if live and self.cluster.flips_now():
                 self._flip(command.rows[live[0]])
-            self._finish(finished, rest)
+            told = rest * self.cluster.clock.random.random()
+            for event in stored:
+                self.later(told, partial(self.feed, event))
+            self.later(told, lambda: self._finish(finished, rest - told))
 
         self._submit(fence)
 

@@ -28,6 +28,7 @@ from baton.wire.messages import (
     ArenaRef,
     BlockSum,
     CancelWork,
+    ChunkAnnounced,
     DecodeReserved,
     LastStep,
     PrefillCommitted,
@@ -103,6 +104,12 @@ class Decode(Playbook):
         reserved = sent(R, DecodeReserved, request_id=spec.request_id)
         self.reserve(spec, None, reserved, *(expected or (STEP,)), **fields)
 
+    def complete(self, ticket: Ticket, tokens: int, first_id: int = 50) -> None:
+        """Let prefill announce all of it at once, and commit."""
+        announced = ChunkAnnounced(ticket.request_id, ticket.epoch, sums(ticket, tokens))
+        self.hear(P, announced, Like(VerifyBlocks, request_id=ticket.request_id))
+        self.hear(P, commit(ticket, first_id))
+
     def verified(self, *expected: object, bad: tuple[int, ...] = ()) -> None:
         """Answer the last verification."""
         asked = self.last(VerifyBlocks)
@@ -145,10 +152,8 @@ def sums(ticket: Ticket, tokens: int, *, first: int = 0, last: int = 99) -> tupl
     )
 
 
-def commit(ticket: Ticket, tokens: int, first_id: int = 50, *, first: int = 0) -> PrefillCommitted:
-    return PrefillCommitted(
-        ticket.request_id, ticket.epoch, sums(ticket, tokens, first=first), first_id
-    )
+def commit(ticket: Ticket, first_id: int = 50) -> PrefillCommitted:
+    return PrefillCommitted(ticket.request_id, ticket.epoch, first_id)
 
 
 def run(index: int, *tokens: int, epoch: int = 1, finish: FinishReason | None = None) -> Like:

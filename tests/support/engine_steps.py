@@ -138,10 +138,12 @@ def assert_nan_costs_no_other_row(engine: Engine, prompt: TokenIds) -> None:
     bad.prefill()
     size = engine.layout.block_bytes
     arena.memory[4 * size : 5 * size] = b"\xff" * size
+    told: list[bool] = []
     with pytest.raises(StepFailed, match="request bad: logits are not finite") as caught:
-        engine.step([bad.decode_row(), good.decode_row()])
+        engine.step([bad.decode_row(), good.decode_row()], lambda: told.append(True))
     assert caught.value.request_ids == ("bad",)
     assert not caught.value.retryable
+    assert not told and not caught.value.results, "what is certainly wrong is shown to nobody"
     twin = Sequel(engine, prompt, ids_of([2, 3]), request_id="twin")
     twin.prefill()
     twin.decode(2)

@@ -217,10 +217,7 @@ class Transfers:
         sums = self._write(ticket, names)
         spoilt = self._spoil(ticket, before)
         self.verified.clear()
-        if self.random.random() < 0.5:
-            self._hear(WRITER, ChunkAnnounced(spec.request_id, 1, tuple(sums)))
-        else:
-            self._hear(WRITER, PrefillCommitted(spec.request_id, 1, tuple(sums), first_id=5))
+        self._hear(WRITER, ChunkAnnounced(spec.request_id, 1, tuple(sums)))
         (answer,) = self.verified
         if set(answer.bad) != spoilt:
             raise Accepted(f"spoilt {sorted(spoilt)}, found {sorted(answer.bad)}")
@@ -285,17 +282,18 @@ class Transfers:
         old_sums = self._write(old, names)
         ticket = self._reserve(spec, epoch=2)  # its router has placed it again
         self._nothing("stale epoch", ChunkAnnounced(spec.request_id, 1, tuple(old_sums)))
-        self._nothing("stale epoch", PrefillCommitted(spec.request_id, 1, tuple(old_sums), 5))
+        self._nothing("stale epoch", PrefillCommitted(spec.request_id, 1, 5))
         self._fenced("stale epoch", 1, old)
         sums = self._write(ticket, names)
         half = len(sums) // 2
         self._hear(WRITER, ChunkAnnounced(spec.request_id, 2, tuple(sums[:half])))
-        self._hear(WRITER, PrefillCommitted(spec.request_id, 2, tuple(sums[half:]), 5))
+        self._hear(WRITER, ChunkAnnounced(spec.request_id, 2, tuple(sums[half:])))
+        self._hear(WRITER, PrefillCommitted(spec.request_id, 2, 5))
         sequence = self.machine.state.sequences[spec.request_id]
         assert sequence.output == [5], "good transfers complete a request"
         self.good += len(sums)
         self._nothing("duplicated", ChunkAnnounced(spec.request_id, 2, tuple(sums)))
-        self._nothing("duplicated", PrefillCommitted(spec.request_id, 2, tuple(sums), 6))
+        self._nothing("duplicated", PrefillCommitted(spec.request_id, 2, 6))
         assert self.machine.state.sequences[spec.request_id].output == [5]
         self._end(spec)
         self._stale_generation(ticket)

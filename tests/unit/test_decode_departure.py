@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.core.events import DrainRequested
 from baton.core.ids import Role
 from baton.core.outcomes import Ending, Outcome, Reason
-from baton.decode.io import RunStep, VerifyBlocks
+from baton.decode.io import RunStep
 from baton.ports.driving import Exit
 from baton.wire.messages import (
     CancelWork,
@@ -16,8 +16,8 @@ from baton.wire.messages import (
     WorkerStatus,
     WorkFailed,
 )
-from support.decode_parts import ADVANCED, STEP, Decode, G, P, R, commit, run, spec
-from support.machine_playbook import Like, sent
+from support.decode_parts import ADVANCED, STEP, Decode, G, R, run, spec
+from support.machine_playbook import sent
 
 MOVED = CancelWork("r", 1, Reason.MOVED)
 RELEASED = CancelWork("r", 2, Reason.SUPERSEDED)
@@ -49,7 +49,7 @@ def test_a_prompt_that_prefill_still_writes_is_offered_when_it_is_complete() -> 
     play = Decode()
     ticket = play.remote(spec(tokens=6))
     play.feed(DrainRequested())
-    play.hear(P, commit(ticket, 6), Like(VerifyBlocks))
+    play.complete(ticket, 6)
     play.verified(ADVANCED, STEP, run(0, 50), sent(R, MoveOffered, request_id="r"))
 
 

@@ -77,7 +77,9 @@ def test_a_request_goes_through_the_hand_over_and_generates() -> None:
     ticket = play.remote(spec(tokens=6, max_tokens=3))
     announced = ChunkAnnounced("r", 1, sums(ticket, 6, last=0))
     play.hear(P, announced, Like(VerifyBlocks, request_id="r"))
-    play.hear(P, commit(ticket, 6, first=1), Like(VerifyBlocks, request_id="r"))
+    rest = ChunkAnnounced("r", 1, sums(ticket, 6, first=1))
+    play.hear(P, rest, Like(VerifyBlocks, request_id="r"))
+    play.hear(P, commit(ticket))
     first, second = (each for each in play.all if isinstance(each, VerifyBlocks))
     play.feed(BlocksVerified("r", 1, first.checks, (), 0.0))
     play.feed(BlocksVerified("r", 1, second.checks, (), 0.0), ADVANCED, STEP, run(0, 50))
@@ -156,7 +158,7 @@ def test_a_partly_filled_block_is_verified_under_its_own_name_and_has_none_in_th
     """Its name is that of all tokens up to its last one, which no full block has."""
     play = Decode()
     ticket = play.remote(spec(tokens=6))
-    play.hear(P, commit(ticket, 6), Like(VerifyBlocks))
+    play.complete(ticket, 6)
     assert play.last(VerifyBlocks).checks[-1].chain == names(6)[-1] not in names(8)
     play.verified(ADVANCED, STEP, run(0, 50))
     assert not marked(play)[ticket.blocks[1].block].chain
@@ -298,7 +300,7 @@ def test_a_cancel_between_commit_and_verification_frees_once() -> None:
     """(9) After the commit the blocks are the owner's alone: a cancel frees them at once."""
     play = Decode()
     ticket = play.remote(spec(tokens=6))
-    play.hear(P, commit(ticket, 6), Like(VerifyBlocks))
+    play.complete(ticket, 6)
     play.cancel("r")
     assert play.used() == 0
     play.verified()
@@ -311,7 +313,7 @@ def test_a_commit_that_crosses_its_revocation_is_the_writers_last_word() -> None
     play = Decode()
     ticket = play.remote(spec(tokens=6))
     play.cancel("r", sent(P, TicketRevoked))
-    play.hear(P, commit(ticket, 6))
+    play.hear(P, commit(ticket))
     assert play.used() == 0
     play.lose(P)
     assert play.used() == 0 and not play.machine.handover.tickets
@@ -401,7 +403,7 @@ def test_bytes_that_do_not_match_are_dropped_and_never_stepped_on() -> None:
     """A bad checksum ends the attempt as an integrity failure; good blocks stay."""
     play = Decode()
     ticket = play.remote(spec(tokens=10))
-    play.hear(P, commit(ticket, 10), Like(VerifyBlocks))
+    play.complete(ticket, 10)
     play.verified(sent(R, WorkFailed, reason=Reason.INTEGRITY), bad=(1,))
     assert play.states() == {"FREE": 7, "CACHED": 1}
     assert play.machine.scheduler.step == 0
@@ -412,7 +414,8 @@ def test_a_commit_that_leaves_blocks_out_is_refused() -> None:
     play = Decode()
     ticket = play.remote(spec(tokens=10))
     failed = sent(R, WorkFailed, reason=Reason.INTEGRITY)
-    play.hear(P, commit(ticket, 10, first=1), Like(VerifyBlocks), failed)
+    play.hear(P, ChunkAnnounced("r", 1, sums(ticket, 10, first=1)), Like(VerifyBlocks))
+    play.hear(P, commit(ticket), failed)
     assert play.used() == 0
 
 
@@ -420,14 +423,14 @@ def test_messages_of_another_writer_or_epoch_change_nothing() -> None:
     """A ticket is one writer's and one epoch's."""
     play = Decode(writers=(P, Q))
     ticket = play.remote(spec(tokens=6), epoch=2)
-    stale = PrefillCommitted("r", 1, sums(ticket, 6), 50)
+    stale = PrefillCommitted("r", 1, 50)
     play.hear(P, stale)
-    play.hear(Q, commit(ticket, 6))
+    play.hear(Q, commit(ticket))
     play.hear(Q, WriterStopped("r", 2))
     play.hear(Q, PrefillFailed("r", 2, Reason.PREFILL_ERROR))
     play.hear(P, PrefillFailed("r", 1, Reason.PREFILL_ERROR))
     assert play.states()["FILLING"] == 2
-    play.hear(P, commit(ticket, 6), Like(VerifyBlocks))
+    play.complete(ticket, 6)
 
 
 def test_a_writer_gets_tickets_only_after_its_lock_was_seen() -> None:
@@ -515,7 +518,7 @@ def test_exactly_max_tokens_are_generated(count: int, way: str) -> None:
     length = FinishReason.LENGTH
     if way == "remote":
         ticket = play.remote(request_spec)
-        play.hear(P, commit(ticket, 6), Like(VerifyBlocks))
+        play.complete(ticket, 6)
         steps = (STEP,) if count > 1 else ()
         play.verified(ADVANCED, *steps, run(0, 50, finish=None if count > 1 else length))
     else:
@@ -534,7 +537,7 @@ def test_a_first_token_that_is_a_stop_token_ends_the_request() -> None:
     """(30) The stop rules apply to prefill's token as to every other; decode makes no step."""
     play = Decode()
     ticket = play.remote(spec(tokens=6))
-    play.hear(P, commit(ticket, 6, first_id=EOS), Like(VerifyBlocks))
+    play.complete(ticket, 6, first_id=EOS)
     play.verified(ADVANCED, run(0, EOS, finish=FinishReason.STOP))
     assert play.machine.scheduler.step == 0 and play.used() == 0
 
@@ -544,7 +547,7 @@ def test_the_end_at_the_first_token_may_overtake_the_commit() -> None:
     play = Decode()
     ticket = play.remote(spec(tokens=6))
     play.hear(G, RequestEnded("r", 1, Outcome(Ending.COMPLETED)), sent(P, TicketRevoked))
-    play.hear(P, commit(ticket, 6, first_id=EOS))
+    play.hear(P, commit(ticket, first_id=EOS))
     assert play.used() == 0
     play.hear(P, WriterStopped("r", 1))
 
@@ -612,7 +615,7 @@ def test_a_cancel_has_effect_in_every_stage(stage: str, by: str) -> None:
             announced = ChunkAnnounced("r", 1, sums(ticket, 6, last=0))
             play.hear(P, announced, Like(VerifyBlocks))
         if stage == "committed":
-            play.hear(P, commit(ticket, 6), Like(VerifyBlocks))
+            play.complete(ticket, 6)
     else:
         play.local(spec(tokens=6, max_tokens=1 if stage == "finished" else 10))
         if stage in ("step", "finished"):

@@ -60,7 +60,7 @@ CASES: list[tuple[AnyMessage, str, list[Any]]] = [
     (ChunkAnnounced("r", 1, (BlockSum(0, 1, 16, 9),)), "sums.0.0", [-1, 2**31]),
     (ChunkAnnounced("r", 1, (BlockSum(0, 1, 16, 9),)), "sums.0.1", [-1, 2**32]),
     (ChunkAnnounced("r", 1, (BlockSum(0, 1, 16, 9),)), "sums.0.2", [-1, 0]),
-    (PrefillCommitted("r", 1, (), 7), "first_id", [-1, 2**31]),
+    (PrefillCommitted("r", 1, 7), "first_id", [-1, 2**31]),
     (WorkerStatus(accepting=True, waiting=1), "waiting", [-1]),
     (RequestFenced("r", 2, ID), "output", [b"123", b"\0\0\0\x80"]),
     (ReserveDecode(spec(), 1, None, ID), "output", [b"12345"]),

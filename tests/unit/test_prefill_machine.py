@@ -19,6 +19,7 @@ from baton.prefill.io import (
     ArenaOpened,
     ChunkFinished,
     ChunkResult,
+    ChunkStored,
     MapArena,
     RunChunk,
     UnmapArena,
@@ -63,6 +64,8 @@ def arena(owner: Peer) -> ArenaRef:
 class Prefill(Playbook):
     """A prefill worker that has mapped decode's arena, everybody linked."""
 
+    stored_step = 0
+
     def __init__(self, **limits: Any) -> None:
         limits = {"prefill_chunk_tokens": 8, **limits}
         super().__init__(
@@ -104,14 +107,31 @@ class Prefill(Playbook):
         self.ticket(spec.request_id, tokens, STARTED, CHUNK, epoch=epoch)
 
     def returned(self, *expected: object, seconds: float = 0.01, **result: Any) -> None:
-        """The running chunk returns; its last rows sample 50 unless ``result`` says otherwise."""
+        """The running chunk is stored, if it is not yet, and returns; its last rows sample 50
+        unless ``result`` says otherwise."""
         chunk = self.last(RunChunk)
+        if chunk.step != self.stored_step and not result:
+            self.stored()
         results = []
         for row in chunk.rows:
-            sampled = Sampled(50) if row.row.sample is not None else None
-            values: dict[str, Any] = {"sampled": sampled, "checksums": (7,) * len(row.checks)}
+            values = {"sampled": Sampled(50) if row.row.sample is not None else None}
             results.append(ChunkResult(**({**values, **result})))
-        self.feed(ChunkFinished(chunk.step, tuple(results), seconds, 1), *expected)
+        self.feed(ChunkFinished(chunk.step, tuple(results), seconds, 2), *expected)
+
+    def stored(self, but: str = "") -> None:
+        """The running chunk has stored all rows ``but`` one and announces them at once."""
+        chunk, self.stored_step = self.last(RunChunk), self.last(RunChunk).step
+        kept = [row.row.request_id != but for row in chunk.rows]
+        sums = tuple(
+            (7,) * len(row.checks) if keep else None
+            for row, keep in zip(chunk.rows, kept, strict=True)
+        )
+        announced = [
+            sent(job.decode, ChunkAnnounced, request_id=row.row.request_id)
+            for (row, job), keep in zip(self.machine.flying, kept, strict=True)
+            if keep and not job.stopping
+        ]
+        self.feed(ChunkStored(chunk.step, sums, 1, 0.001), *announced)
 
 
 def spec(request_id: str = "r", tokens: int = 6, **fields: Any) -> RequestSpec:
@@ -139,17 +159,44 @@ def ticket(request_id: str, tokens: int, *, epoch: int = 1, cached: int = 0) -> 
 
 
 def test_a_prompt_is_computed_in_chunks_announced_and_committed() -> None:
-    """Full blocks are announced as they fill; the commit brings the rest and the first token."""
+    """Blocks are announced as they fill, the partly filled last one too, while the first token is
+    chosen; the commit brings that."""
     play = Prefill()
     play.start(spec(tokens=14))
-    announced = sent(D, ChunkAnnounced, request_id="r", epoch=1)
-    play.returned(announced, CHUNK)
+    play.returned(CHUNK)
     assert [each.logical for each in play.messages(ChunkAnnounced)[0].sums] == [0, 1]
-    committed = sent(D, PrefillCommitted, first_id=50)
-    play.returned(committed)
-    last = play.messages(PrefillCommitted)[0].sums
+    play.stored()
+    last = play.messages(ChunkAnnounced)[1].sums
     assert [(each.logical, each.tokens) for each in last] == [(2, 4), (3, 2)]
+    play.returned(sent(D, PrefillCommitted, first_id=50, last_write_ns=1, ended_ns=2))
     assert not play.machine.jobs
+
+
+def test_only_what_a_chunk_stored_is_announced() -> None:
+    """(8) A row whose fence did not hold, or that failed, is not; its neighbour is."""
+    play = Prefill(prefill_chunk_tokens=16)
+    play.assign(spec("x", tokens=6))
+    play.ticket("x", 6, STARTED, CHUNK)
+    for name in ("a", "b"):
+        play.assign(spec(name, tokens=6))
+        play.ticket(name, 6)
+    play.returned(Like(Send), STARTED, STARTED, CHUNK)
+    play.stored(but="a")
+    failed = ChunkResult(failed="NaN")
+    both = sent(D, PrefillFailed, request_id="a"), sent(R, WorkFailed, request_id="a")
+    finished = ChunkFinished(2, (failed, ChunkResult(sampled=Sampled(50))), 0.01, 2)
+    play.feed(finished, *both, sent(D, PrefillCommitted, request_id="b"))
+
+
+@pytest.mark.parametrize("way", ["cancelled", "ended", "revoked"])
+def test_whoever_stops_a_stored_chunk_hears_of_it_when_it_returned(way: str) -> None:
+    """(9, 14) It is announced, and its first token is not wanted any more."""
+    play = Prefill()
+    play.start(spec())
+    play.stored()
+    play.hear(*_stop(way))
+    play.returned(Send(D, WriterStopped("r", 1)))
+    assert not play.machine.jobs and not play.machine.flying
 
 
 def test_no_client_sees_a_token_that_decode_has_not_verified() -> None:
@@ -236,7 +283,7 @@ def test_chunks_end_at_block_borders_and_never_touch_an_announced_block() -> Non
         row = play.last(RunChunk).rows[0]
         touched += [pair.logical for pair in row.targets]
         last = row.row.sample is not None
-        play.returned(*((Like(Send),) if last else (Like(Send), CHUNK)))
+        play.returned(*((Like(Send),) if last else (CHUNK,)))
         if last:
             break
     assert touched == [0, 1, 2]
@@ -274,7 +321,7 @@ def test_a_chunk_that_took_too_long_is_followed_by_a_shorter_one() -> None:
     play = Prefill(prefill_chunk_tokens=256)
     play.start(spec(tokens=400))
     first = len(play.last(RunChunk).rows[0].row.token_ids)
-    play.returned(sent(D, ChunkAnnounced), CHUNK, seconds=1.0)
+    play.returned(CHUNK, seconds=1.0)
     assert len(play.last(RunChunk).rows[0].row.token_ids) == first // 2
 
 
@@ -312,7 +359,7 @@ def test_whoever_stops_a_running_chunk_hears_of_it_when_it_returned(way: str, ch
     play = Prefill()
     play.start(spec(tokens=14))
     if chunk == "last":
-        play.returned(sent(D, ChunkAnnounced), CHUNK)
+        play.returned(CHUNK)
     play.hear(*_stop(way))
     play.hear(*_stop(way))
     assert play.machine.jobs
@@ -357,7 +404,7 @@ def test_it_tells_how_long_its_chunks_take() -> None:
     play = Prefill()
     play.start(spec("a", tokens=14))
     play.now += 0.2
-    play.returned(sent(D, ChunkAnnounced), CHUNK)
+    play.returned(CHUNK)
     play.now += 0.15
     play.returned(sent(D, PrefillCommitted))
     play.wait(0.6)
@@ -470,7 +517,7 @@ def test_a_suspect_or_draining_worker_takes_nothing_new() -> None:
     play.feed(LeaseChanged(LeaseState.HELD))
     play.feed(DrainRequested())
     play.assign(spec("b"), sent(R, WorkRefused, reason=Reason.DRAINING))
-    play.returned(sent(D, ChunkAnnounced), CHUNK)
+    play.returned(CHUNK)
     play.returned(sent(D, PrefillCommitted), Exit(0, "drained"))
     play.feed(DrainRequested())
 
@@ -481,7 +528,7 @@ def test_a_restart_is_a_drain_that_asks_for_a_successor() -> None:
     play.start(spec(tokens=14))
     play.feed(RestartRequested())
     play.assign(spec("b"), sent(R, WorkRefused, reason=Reason.DRAINING))
-    play.returned(sent(D, ChunkAnnounced), CHUNK)
+    play.returned(CHUNK)
     play.returned(sent(D, PrefillCommitted), Exit(EXIT_RESTART, "drained"))
 
 

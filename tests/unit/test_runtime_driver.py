@@ -123,6 +123,43 @@ def test_shared_commands(rig: Make) -> None:
     assert 'baton_ledger_unavailable_total{model_name="tiny",op="ReleaseLease"' in text
 
 
+def test_what_is_told_comes_after_what_is_done(rig: Make) -> None:
+    """No message or event waits for a log line; the lines keep their order, with the metrics'."""
+    answers = {
+        "one": [Note("first", {}), "feed two", Measure("preemptions_total", 1), "after"],
+        "two": [Note("second", {}), "end"],
+    }
+    made = rig(lambda event: answers[str(event)])
+    lines: list[int] = []
+
+    async def main() -> None:
+        driver = made.driver()
+        done = made.do
+        driver._executors[str] = lambda command: (
+            lines.append(made.stream.getvalue().count(b"\n")),
+            done(command),
+        )
+        driver.feed("one")
+
+    asyncio.run(main())
+    assert made.done == ["feed two", "after", "end"] and lines == [0, 0, 0]
+    told = [orjson.loads(line)["event"] for line in made.stream.getvalue().splitlines()]
+    assert told == ["first", "second"]
+    assert "baton_preemptions_total" in made.metrics.render().decode()
+
+
+def test_a_bug_does_not_swallow_what_led_to_it(rig: Make) -> None:
+    """Log lines of what was done before come out before the process ends."""
+    made = rig(lambda event: [Note("first", {}), object()])
+
+    async def main() -> None:
+        made.driver().feed("go")
+
+    asyncio.run(main())
+    assert len(made.crashed) == 1
+    assert orjson.loads(made.stream.getvalue())["event"] == "first"
+
+
 def test_exit_is_the_last_event(rig: Make) -> None:
     """After Exit the commands beside it are executed, and no further event is handled."""
     made = rig(lambda event: ["feed late", Exit(0, "drained"), "beside"])
@@ -238,6 +275,31 @@ def test_engine_thread_feeds_results_in_order() -> None:
 
     assert asyncio.run(main()) == [1, 2, 3]
     assert not crashed
+
+
+def test_engine_thread_tells_while_the_work_goes_on() -> None:
+    """An event of work that is not over arrives while it runs."""
+
+    async def main() -> list[object]:
+        got: list[object] = []
+        last, heard = asyncio.Event(), threading.Event()
+
+        def feed(event: object) -> None:
+            got.append(event)
+            (heard if event == "stored" else last).set()
+
+        thread = EngineThread(feed, lambda error, _: None, HandClock())
+
+        def work() -> bool:
+            thread.tell("stored")
+            return heard.wait(DEADLINE_S)
+
+        thread.submit(work)
+        await asyncio.wait_for(last.wait(), DEADLINE_S)
+        assert await thread.stop(DEADLINE_S)
+        return got
+
+    assert asyncio.run(main()) == ["stored", True]
 
 
 def test_engine_thread_hands_errors_to_the_barrier() -> None:

@@ -14,6 +14,7 @@ from baton.decode.io import BlocksVerified, VerifyBlocks
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import ClientGone, Deliver, Submitted
 from baton.wire.messages import (
+    ChunkAnnounced,
     RequestEnded,
     RequestPlaced,
     SubmitRequest,
@@ -21,7 +22,7 @@ from baton.wire.messages import (
     TokenRun,
     WorkerStatus,
 )
-from support.decode_parts import EOS, STEP, Decode, G, P, commit, spec
+from support.decode_parts import EOS, STEP, Decode, G, P, commit, spec, sums
 from support.machine_playbook import Like, Playbook, request, sent
 
 
@@ -46,11 +47,12 @@ def test_a_decode_worker_tells_how_long_its_steps_take() -> None:
 
 
 def test_a_decode_worker_tells_how_long_a_hand_over_takes() -> None:
-    """From the last store to the sequence that runs."""
+    """From the end of prefill's last step to the sequence that runs."""
     play = Decode()
     ticket = play.remote(spec("r", tokens=6))
-    done = msgspec.structs.replace(commit(ticket, 6), last_write_ns=99_990_000_000)
-    play.hear(P, done, Like(VerifyBlocks))
+    announced = ChunkAnnounced("r", 1, sums(ticket, 6))
+    play.hear(P, announced, Like(VerifyBlocks))
+    play.hear(P, msgspec.structs.replace(commit(ticket), ended_ns=99_990_000_000))
     asked = play.last(VerifyBlocks)
     play.do(BlocksVerified(asked.request_id, asked.epoch, asked.checks, (), 0.001))
     assert _told(play).handover_us == 10_000

@@ -53,7 +53,7 @@ _WORDS: Mapping[str, str] = {
     "ticket_sent": "sends {writer} a ticket: {blocks} blocks, {cached_tokens} tokens cached",
     "ticket_revoked": "revokes the ticket of {writer}: {quarantined} blocks in quarantine",
     "quarantine_over": "frees {blocks} blocks from quarantine, on the word of {by}",
-    "committed": "has verified all {blocks} blocks, {handover_ms} ms after the last store",
+    "committed": "has verified all {blocks} blocks, {handover_ms} ms after prefill's last step",
     "preempted": "takes its blocks for an older request ({stage})",
     "cancelled": "cancelled: {reason}",
     "finished": "complete: {finish}, {tokens} tokens; its blocks are free",

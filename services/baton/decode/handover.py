@@ -41,6 +41,8 @@ class TicketRecord:
     generations: dict[int, int]
     announced: set[int] = field(default_factory=set)
     verified: set[int] = field(default_factory=set)
+    verified_at: float = 0.0
+    """When the last of them was."""
     commit: PrefillCommitted | None = None
     stopped: bool = False
     """The writer said that it stores no more: it committed, failed or stopped."""
@@ -201,11 +203,10 @@ class Handover:
         if record.revoked:
             self._release(key)
             return None
-        wrong = self._verify(peer, message.request_id, message.epoch, message.sums)
         record.commit = message
-        if wrong is None and record.announced != set(record.writes):
-            wrong = "the commit leaves blocks that were never announced"
-        return wrong
+        if record.announced != set(record.writes):
+            return "the commit leaves blocks that were never announced"
+        return None
 
     def _verify(
         self, peer: Peer, request_id: str, epoch: int, sums: tuple[BlockSum, ...]
@@ -239,7 +240,7 @@ class Handover:
             self.state.emit(VerifyBlocks(request_id, epoch, tuple(checks)))
         return None
 
-    def verified(self, request_id: str, epoch: int, good: list[BlockCheck]) -> None:
+    def verified(self, request_id: str, epoch: int, good: list[BlockCheck], now: float) -> None:
         """These bytes are what they must be."""
         record = self.tickets.get((request_id, epoch))
         if record is None or record.revoked:
@@ -249,13 +250,18 @@ class Handover:
             name = (check.chain, check.checksum) if full else ()
             self.state.pool.announce(check.block, *name)
             record.verified.add(check.logical)
+        record.verified_at = now
 
     def complete(self, seq: Sequence) -> PrefillCommitted | None:
         """Return the commit if every block of the ticket verified."""
         record = self.tickets.get(seq.key)
-        if record is None or record.commit is None or record.verified != set(record.writes):
+        if record is None or record.commit is None or len(record.verified) < len(record.writes):
             return None
         return record.commit
+
+    def check_seconds(self, seq: Sequence, commit: PrefillCommitted) -> float:
+        """Return how long after the last store the last block had verified."""
+        return self.tickets[seq.key].verified_at - commit.last_write_ns / 1e9
 
     def adopt(self, seq: Sequence) -> None:
         """The hand-over is over: the blocks are the owner's alone."""

@@ -342,7 +342,7 @@ class DecodeMachine:
             return
         bad = set(event.bad)
         good = [check for check in event.checks if check.logical not in bad]
-        self.handover.verified(event.request_id, event.epoch, good)
+        self.handover.verified(event.request_id, event.epoch, good, now)
         if bad:
             self._integrity(seq, f"checksum of blocks {sorted(bad)} does not match")
             return
@@ -356,12 +356,14 @@ class DecodeMachine:
         if commit is None:
             return
         fresh = len(seq.blocks) - seq.cached_tokens // seq.block_size
+        verified_s = self.handover.check_seconds(seq, commit)
         self.handover.adopt(seq)
         seq.stage = Stage.RUNNING
         seq.computed = seq.length
-        seconds = max(0.0, now - commit.last_write_ns / 1e9)
+        seconds = max(0.0, now - commit.ended_ns / 1e9)
         self.state.figures.handover_s.learn(seconds)
         self.state.measure("handover_seconds", seconds)
+        self.state.measure("handover_verified_seconds", max(0.0, verified_s))
         self.state.measure("handovers_total")
         self.state.measure("handover_bytes_total", fresh * self.state.block_bytes)
         self.state.note(
@@ -369,6 +371,7 @@ class DecodeMachine:
             seq,
             blocks=fresh,
             handover_ms=round(seconds * 1e3, 3),
+            verified_ms=round(verified_s * 1e3, 3),
             prefill_ms=round(commit.prefill_ms, 1),
         )
         self._advance(seq, RequestState.DECODING)

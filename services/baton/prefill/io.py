@@ -33,7 +33,7 @@ class UnmapArena:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRow:
-    """One request's part of a chunk: the fence to look at before, the sums to make after."""
+    """One request's part of a chunk: the fence to look at before, the sums to make once stored."""
 
     row: Row
     epoch: int
@@ -45,10 +45,26 @@ class ChunkRow:
 
 @dataclass(frozen=True, slots=True)
 class RunChunk:
-    """Command: look at the fences, run the rows that pass, checksum what they completed."""
+    """Command: look at the fences, run the rows that pass, checksum what they completed.
+
+    Answered by :class:`ChunkStored`, unless nothing was stored, and by :class:`ChunkFinished`.
+    """
 
     step: int
     rows: tuple[ChunkRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStored:
+    """Event: nothing of this chunk stores any more; what it is waited for are first tokens."""
+
+    step: int
+    checksums: tuple[tuple[int, ...] | None, ...]
+    """One for each row, of the blocks that it completed; ``None``: it stored nothing to keep."""
+    last_write_ns: int
+    """CLOCK_BOOTTIME when the engine had stored the last K and V."""
+    sums_seconds: float
+    """Of the checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +77,6 @@ class ChunkResult:
     """The engine blames this row."""
     retryable: bool = True
     sampled: Sampled | None = None
-    checksums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +87,5 @@ class ChunkFinished:
     results: tuple[ChunkResult, ...]
     seconds: float
     """Of the engine's part."""
-    last_write_ns: int
-    """CLOCK_BOOTTIME when the engine had stored the last K and V."""
-    sums_seconds: float = 0.0
-    """Of the checksums that followed."""
+    ended_ns: int
+    """CLOCK_BOOTTIME when the engine returned."""

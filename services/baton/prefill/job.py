@@ -41,6 +41,8 @@ class Job:
     names: list[bytes] = field(default_factory=list)
     """Of its blocks, a last one that is not full included."""
     computed: int = 0
+    last_write_ns: int = 0
+    """CLOCK_BOOTTIME of the last store for it."""
     announced: int = 0
     """Leading blocks that are cached or announced: never written again."""
     stopping: bool = False
@@ -131,7 +133,7 @@ class Job:
         )
 
     def advance(self, row: ChunkRow, checksums: tuple[int, ...]) -> tuple[BlockSum, ...]:
-        """The chunk is stored: return the sums to announce."""
+        """The chunk is stored: return the sums to announce, of the last one all that is left."""
         assert self.ticket is not None
         generations = {pair.logical: pair.generation for pair in self.ticket.blocks}
         self.computed += len(row.row.token_ids)

@@ -37,6 +37,7 @@ from baton.prefill.io import (
     ChunkFinished,
     ChunkResult,
     ChunkRow,
+    ChunkStored,
     MapArena,
     RunChunk,
     UnmapArena,
@@ -50,7 +51,6 @@ from baton.wire.messages import (
     ArenaRef,
     AssignPrefill,
     AttemptId,
-    BlockSum,
     CancelWork,
     ChunkAnnounced,
     LastStep,
@@ -77,6 +77,7 @@ Event = (
     | Received
     | LedgerAnswered
     | ArenaOpened
+    | ChunkStored
     | ChunkFinished
 )
 
@@ -176,6 +177,8 @@ class PrefillMachine:
                 self._tick(now)
             case Received(peer, message):
                 self._received(peer, message, now)
+            case ChunkStored():
+                self._chunk_stored(event, now)
             case ChunkFinished():
                 self._chunk_finished(event, now)
             case ArenaOpened(ref, error):
@@ -331,6 +334,26 @@ class PrefillMachine:
                 CallLedger(AdvanceRequest(request_id, epoch, RequestState.PREFILLING, self.me))
             )
 
+    def _chunk_stored(self, event: ChunkStored, now: float) -> None:
+        """Announce it at once: decode verifies the last chunk while its first token is chosen."""
+        assert event.step == self.step
+        self._emit(Measure("checksum_seconds", event.sums_seconds))
+        for (row, job), checksums in zip(self.flying, event.checksums, strict=True):
+            if checksums is None or job.stopping:
+                continue
+            sums = job.advance(row, checksums)
+            job.last_write_ns = event.last_write_ns
+            if sums:
+                self._send(job.decode, ChunkAnnounced(*job.key, sums))
+            self._note(
+                "chunk_stored",
+                job,
+                tokens=len(row.row.token_ids),
+                upto=job.computed,
+                blocks=len(sums),
+                chunk_ms=round((now - (self.step_since or now)) * 1e3, 1),
+            )
+
     def _chunk_finished(self, event: ChunkFinished, now: float) -> None:
         assert event.step == self.step
         flying, self.flying = self.flying, []
@@ -338,7 +361,6 @@ class PrefillMachine:
         tokens = sum(len(row.row.token_ids) for row, _ in flying)
         self._emit(Measure("engine_step_seconds", event.seconds, {"kind": "prefill"}))
         self._emit(Measure("engine_step_tokens", tokens, {"kind": "prefill"}))
-        self._emit(Measure("checksum_seconds", event.sums_seconds))
         if event.seconds > 0 and not any(result.fenced for result in event.results):
             speed = tokens / event.seconds
             weight = SPEED_WEIGHT if self.tokens_per_s else 1.0
@@ -348,44 +370,18 @@ class PrefillMachine:
             starts = ((row.row.start, len(row.row.token_ids)) for row, _ in flying)
             pairs = sum(pairs_of(start, count) for start, count in starts)
             self.step_times.learn(tokens, pairs, now - since)
-        for (row, job), result in zip(flying, event.results, strict=True):
+        for (_, job), result in zip(flying, event.results, strict=True):
             if job.stopping:
                 self._stop(job)
             elif result.fenced:
                 self._fail(job, Reason.FENCED, "the ticket's blocks were taken back")
             elif result.failed:
                 self._fail(job, Reason.PREFILL_ERROR, result.failed, retryable=result.retryable)
-            else:
-                self._progress(job, row, result, event, now)
+            elif not job.remaining:
+                self._commit(job, result, event.ended_ns, now)
 
-    def _progress(
-        self, job: Job, row: ChunkRow, result: ChunkResult, event: ChunkFinished, now: float
-    ) -> None:
-        sums = job.advance(row, result.checksums)
-        request_id, epoch = job.key
-        self._note(
-            "chunk_stored",
-            job,
-            tokens=len(row.row.token_ids),
-            upto=job.computed,
-            blocks=len(sums),
-            chunk_ms=round(event.seconds * 1e3, 1),
-        )
-        if job.remaining:
-            if sums:
-                self._send(job.decode, ChunkAnnounced(request_id, epoch, sums))
-            return
-        self._commit(job, sums, result, event.last_write_ns, now)
-
-    def _commit(
-        self,
-        job: Job,
-        sums: tuple[BlockSum, ...],
-        result: ChunkResult,
-        last_write_ns: int,
-        now: float,
-    ) -> None:
-        """Everything is stored: say so to decode, with the first token, and keep nothing.
+    def _commit(self, job: Job, result: ChunkResult, ended_ns: int, now: float) -> None:
+        """Everything is stored and announced: give decode the first token, and keep nothing.
 
         The token goes to decode alone. Whether the KV it was sampled from is what it must be is
         known only when decode has verified the last block; before that no client may see it.
@@ -399,11 +395,11 @@ class PrefillMachine:
             PrefillCommitted(
                 request_id=request_id,
                 epoch=epoch,
-                sums=sums,
                 first_id=first,
                 first_logprob=logprob,
                 prefill_ms=prefill_s * 1000,
-                last_write_ns=last_write_ns,
+                last_write_ns=job.last_write_ns,
+                ended_ns=ended_ns,
             ),
         )
         self._emit(Measure("request_prefill_seconds", prefill_s))

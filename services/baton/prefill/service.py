@@ -41,7 +41,7 @@ def build(context: Context) -> Service:
         await thread.stop(STOP_S)
 
     def run(command: RunChunk) -> None:
-        thread.submit(lambda: worker.run(command))
+        thread.submit(lambda: worker.run(command, thread.tell))
 
     def map_arena(command: MapArena) -> None:
         thread.submit(lambda: worker.map(command))

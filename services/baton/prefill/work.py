@@ -6,7 +6,8 @@ simulator both call these, so what is simulated is what runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from baton.core.ids import Peer
 from baton.ports.channel import ArenaGone, Channel, MappedArena
@@ -17,6 +18,7 @@ from baton.prefill.io import (
     ChunkFinished,
     ChunkResult,
     ChunkRow,
+    ChunkStored,
     MapArena,
     RunChunk,
     UnmapArena,
@@ -56,54 +58,83 @@ class ChunkWorker:
             self.engine.detach(command.file_id)
             mapped.close()
 
-    def run(self, command: RunChunk) -> ChunkFinished:
+    def run(self, command: RunChunk, tell: Callable[[ChunkStored], None]) -> ChunkFinished:
         """Look at every fence, compute the rows that pass, checksum what they completed."""
-        return self.complete(command, self.begin(command), self.clock.now())
+        return self.complete(command, self.begin(command), self.clock.now(), tell)
 
     def begin(self, command: RunChunk) -> list[int]:
         """Return which rows may store: nothing is stored before this look at the metadata."""
         return [number for number, row in enumerate(command.rows) if self._passes(row)]
 
-    def complete(self, command: RunChunk, live: list[int], began: float) -> ChunkFinished:
-        """Store K and V of the ``live`` rows and checksum the blocks they completed."""
+    def complete(
+        self,
+        command: RunChunk,
+        live: list[int],
+        began: float,
+        tell: Callable[[ChunkStored], None],
+    ) -> ChunkFinished:
+        """Store K and V of the ``live`` rows, checksum the blocks they completed and ``tell``;
+        then choose the first tokens of the prompts that are complete."""
         results = {
             number: ChunkResult(fenced=True)
             for number in range(len(command.rows))
             if number not in live
         }
-        sampled = self._step(command.rows, live, results)
+        sums_seconds = 0.0
+
+        def stored(left: list[int]) -> None:
+            nonlocal sums_seconds
+            event = self._stored(command, left)
+            sums_seconds = event.sums_seconds
+            tell(event)
+
+        self._step(command.rows, live, results, stored)
         ended = self.clock.now()
-        for number in live:
-            if number not in results:
-                row = command.rows[number]
-                sums = self.arenas[row.row.arena].checksums(row.checks)
-                results[number] = ChunkResult(sampled=sampled[number], checksums=tuple(sums))
         return ChunkFinished(
             step=command.step,
             results=tuple(results[number] for number in range(len(command.rows))),
-            seconds=ended - began,
-            last_write_ns=int(ended * 1e9),
-            sums_seconds=self.clock.now() - ended,
+            seconds=ended - began - sums_seconds,
+            ended_ns=int(ended * 1e9),
         )
+
+    def _stored(self, command: RunChunk, live: list[int]) -> ChunkStored:
+        """K and V of these rows are in place: make their checksums."""
+        last_write = self.clock.now()
+        rows = enumerate(command.rows)
+        sums = tuple(
+            tuple(self.arenas[row.row.arena].checksums(row.checks)) if number in live else None
+            for number, row in rows
+        )
+        seconds = self.clock.now() - last_write
+        return ChunkStored(command.step, sums, int(last_write * 1e9), seconds)
 
     def _passes(self, row: ChunkRow) -> bool:
         mapped = self.arenas.get(row.row.arena)
         return mapped is not None and mapped.may_write(row.epoch, row.targets)
 
     def _step(
-        self, rows: tuple[ChunkRow, ...], live: list[int], results: dict[int, ChunkResult]
-    ) -> Mapping[int, Sampled | None]:
-        """Run the rows, without those that the engine blames; the others are stepped again."""
+        self,
+        rows: tuple[ChunkRow, ...],
+        live: list[int],
+        results: dict[int, ChunkResult],
+        stored: Callable[[list[int]], None],
+    ) -> None:
+        """Run the rows, without those that the engine blames. The others are stepped again, unless
+        all was stored: what may be announced by now is never stored into again."""
         left = list(live)
         while left:
+            sampled: Sequence[Sampled | None]
             try:
-                sampled = self.engine.step([rows[number].row for number in left])
+                sampled = self.engine.step([rows[n].row for n in left], partial(stored, left))
             except StepFailed as error:
                 blamed = [n for n in left if rows[n].row.request_id in error.request_ids]
                 assert blamed, "the engine failed a step and blames nobody in it"
                 for number in blamed:
                     results[number] = ChunkResult(failed=str(error), retryable=error.retryable)
-                left = [number for number in left if number not in blamed]
-            else:
-                return dict(zip(left, sampled, strict=True))
-        return {}
+                if not error.results:
+                    left = [number for number in left if number not in blamed]
+                    continue
+                sampled = error.results
+            for number, one in zip(left, sampled, strict=True):
+                results.setdefault(number, ChunkResult(sampled=one))
+            return

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.engine.info import KERNELS
-from baton.engine.sampler import SamplingFailed, sample
+from baton.engine.sampler import sample_rows
 from baton.engine.stop_points import NoStopPoints, StopPoints
-from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, SampleSpec, StepFailed
+from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, SampleSpec, StepFailed, nothing
 
 Words = NDArray[np.uint64]
 
@@ -143,7 +143,9 @@ class FakeEngine:
     def warm_up(self) -> None:
         """Nothing is paid for later."""
 
-    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+    def step(
+        self, rows: Sequence[Row], stored: Callable[[], None] = nothing
+    ) -> list[Sampled | None]:
         """Compute one batch; see the contract."""
         decoding = [row for row in rows if _is_decode(row)]
         if decoding and self.knobs.step_ms:
@@ -161,7 +163,8 @@ class FakeEngine:
         if corrupt:
             blamed = tuple(name for error in corrupt for name in error.request_ids)
             raise KVCorrupt("; ".join(map(str, corrupt)), blamed, retryable=True)
-        return [self._sample(row, digest) for row, digest in zip(rows, digests, strict=True)]
+        stored()
+        return self._sample(rows, digests)
 
     def _pass_decode_points(self, row: Row) -> None:
         if row.request_id not in self._decoding:
@@ -244,13 +247,13 @@ class FakeEngine:
                 retryable=True,
             )
 
-    def _sample(self, row: Row, digest: int) -> Sampled | None:
-        if row.sample is None:
-            return None
-        try:
-            return sample(self._logits(row, row.sample, digest), row.sample)
-        except SamplingFailed as error:
-            raise StepFailed(str(error), (row.request_id,), retryable=False) from error
+    def _sample(self, rows: Sequence[Row], digests: Sequence[int]) -> list[Sampled | None]:
+        lines = [
+            self._logits(row, row.sample, digest)
+            for row, digest in zip(rows, digests, strict=True)
+            if row.sample is not None
+        ]
+        return sample_rows(rows, lines, stored=True)
 
     def _logits(self, row: Row, spec: SampleSpec, digest: int) -> NDArray[np.float32]:
         logits = np.full(self.info.vocab_size, -20.0, dtype=np.float32)
@@ -264,8 +267,9 @@ class FakeEngine:
         if forced is not None:
             token = forced[spec.index] if spec.index < len(forced) else EOS_ID
             if token >= len(logits):
-                raise SamplingFailed(f"the prompt forces id {token}, outside the vocabulary")
-            logits[token] = _FORCED_LOGIT
+                logits[:] = np.nan  # the prompt asks for what no vocabulary has
+            else:
+                logits[token] = _FORCED_LOGIT
         return logits
 
 

@@ -7,7 +7,7 @@ cycles, tickets or messages.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from baton.engine.native.arenas import Arenas
 from baton.engine.packed import PackedWeights
 from baton.engine.rehearsal import rehearse
 from baton.engine.sampler import sample_rows
-from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled
+from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, nothing
 
 #: Fields of the packed file's header that the kernels' shape has under the same name.
 _SHAPE = (
@@ -71,24 +71,34 @@ class LlamaEngine:
         """Drop every view of ``arena``."""
         self._arenas.detach(arena)
 
-    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+    def step(
+        self, rows: Sequence[Row], stored: Callable[[], None] = nothing
+    ) -> list[Sampled | None]:
         """Compute one packed batch; see the contract."""
-        return sample_rows(rows, self._compute(rows))
+        logits, told = self._compute(rows, stored)
+        return sample_rows(rows, logits, stored=told)
 
     def logits(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """Compute one packed batch without sampling; float32 [rows that sample, vocab]."""
-        return self._compute(rows).copy()
+        return self._compute(rows, nothing)[0].copy()
 
-    def _compute(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        """Return the logits in memory that the next step overwrites."""
+    def _compute(
+        self, rows: Sequence[Row], stored: Callable[[], None]
+    ) -> tuple[NDArray[np.float32], bool]:
+        """Return the logits, in memory that the next step overwrites, and whether ``stored`` was
+        called: not if what the step computed cannot be right."""
         step = self._arenas.lines(rows)
         ids = np.concatenate([row.token_ids for row in rows], dtype=np.int32)
         if len(self._logits) < len(step.last):
             self._logits = np.empty((len(step.last), self.info.vocab_size), np.float32)
         found = self._logits[: len(step.last)]
         keep = np.array(step.last, np.int32)
-        self._library.llama_step(self._handle, step.rows, ids, keep, found)
-        return found
+        sound = self._library.llama_step(self._handle, step.rows, ids, keep)
+        if sound:
+            stored()
+        if len(found):
+            self._library.llama_head(self._handle, found)
+        return found, sound
 
     def warm_up(self) -> None:
         """Run one prompt chunk and one decode step in memory of its own."""

@@ -12,7 +12,7 @@ Ties go to the lower token id everywhere, so that equal logits never depend on a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +43,12 @@ def uniform(seed: int, choice: int, index: int) -> float:
     return (raw >> 11) * 2.0**-53
 
 
-def sample_rows(rows: Sequence[Row], logits: NDArray[np.float32]) -> list[Sampled | None]:
+def sample_rows(
+    rows: Sequence[Row], logits: Iterable[F32], *, stored: bool
+) -> list[Sampled | None]:
     """Choose the token of every row that samples; ``logits`` has their lines in order.
+
+    ``stored``: whether it was told that the step is stored, which is not done again then.
 
     Raises:
         StepFailed: names the rows for which none can be chosen.
@@ -59,10 +63,12 @@ def sample_rows(rows: Sequence[Row], logits: NDArray[np.float32]) -> list[Sample
         try:
             results.append(sample(next(lines), row.sample))
         except SamplingFailed as error:
+            results.append(None)
             failed[row.request_id] = str(error)
     if failed:
         text = "; ".join(f"request {name}: {why}" for name, why in failed.items())
-        raise StepFailed(text, tuple(failed), retryable=False)
+        whole = results if stored else ()
+        raise StepFailed(text, tuple(failed), retryable=False, results=whole)
     return results
 
 

@@ -7,7 +7,8 @@ rows that sample, then the sampler. Knows nothing of requests' life cycles, tick
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,35 @@ from baton.engine.load import load_model
 from baton.engine.plan import TILE, padded, plan_step
 from baton.engine.rehearsal import rehearse
 from baton.engine.sampler import sample_rows
-from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled
+from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, nothing
+
+
+class _Told:
+    """Calls ``stored`` once: as soon as a model has what goes into its head, if that is finite."""
+
+    def __init__(self, stored: Callable[[], None]) -> None:
+        self._stored = stored
+        self._asked = False
+        self.done = False
+
+    @contextmanager
+    def before_head_of(self, model: Any) -> Iterator[None]:
+        """While ``model`` computes; at the end, if it has no such moment."""
+        head = model.get_output_embeddings()
+        hook = None if head is None else head.register_forward_pre_hook(self._tell)
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+        self._tell(None, ())
+
+    def _tell(self, _: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        if not self._asked:
+            self._asked = True
+            self.done = all(bool(torch.isfinite(part).all()) for part in inputs)
+            if self.done:
+                self._stored()
 
 
 class TorchEngine:
@@ -94,12 +123,20 @@ class TorchEngine:
             self._attention.arenas.detach(arena)
         self._arenas.pop(arena, None)
 
-    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+    def step(
+        self, rows: Sequence[Row], stored: Callable[[], None] = nothing
+    ) -> list[Sampled | None]:
         """Compute one packed batch; see the contract."""
-        return sample_rows(rows, self.logits(rows).numpy())
+        told = _Told(stored)
+        logits = self._compute(rows, told).numpy()
+        return sample_rows(rows, logits, stored=told.done)
+
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Compute one packed batch without sampling; float32 [rows that sample, vocab]."""
+        return self._compute(rows, _Told(nothing))
 
     @torch.inference_mode()
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+    def _compute(self, rows: Sequence[Row], told: _Told) -> torch.Tensor:
         """Compute one packed batch without sampling.
 
         Returns:
@@ -109,7 +146,7 @@ class TorchEngine:
         compiled = None if self._attention is None else self._attention.step(rows)
         step = AttentionStep(plan, self._arenas, self.layout, compiled)
         inputs = {"input_ids": plan.input_ids, "position_ids": plan.positions, "use_cache": False}
-        with attending(step):
+        with attending(step), told.before_head_of(self._model):
             if plan.last:
                 keep = plan.last + plan.last[:1] * (padded(len(plan.last)) - len(plan.last))
                 out: torch.Tensor = self._model(**inputs, logits_to_keep=torch.tensor(keep)).logits[

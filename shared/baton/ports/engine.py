@@ -11,11 +11,14 @@ The contract (``tests/conformance/test_engine.py`` holds the torch engine and th
   rows, the chunking, which part was cached, or the number of threads; bit for bit.
 - A row with ``sample`` gets the token that follows its last fed one; the sampler is a pure function
   of (logits, params, prompt, output so far, index).
+- ``stored`` is called once, in the engine thread, as soon as K and V of every row are in place and
+  nothing will store into any block on the step's behalf any more; what is left is to choose tokens.
+  A step that fails before, because of what it read or computed, does not call it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -140,12 +143,26 @@ class StepFailed(RuntimeError):
     stepped again in place, with the same result.
     """
 
-    def __init__(self, message: str, request_ids: tuple[str, ...], *, retryable: bool) -> None:
+    def __init__(
+        self,
+        message: str,
+        request_ids: tuple[str, ...],
+        *,
+        retryable: bool,
+        results: Sequence[Sampled | None] = (),
+    ) -> None:
         super().__init__(message)
+        self.results = results
+        """If ``stored`` was called, what the step would have returned, ``None`` for who is named:
+        the others need not be stepped again."""
         self.request_ids = request_ids
         """The rows to blame."""
         self.retryable = retryable
         """Whether another worker may succeed (its memory is another) or the request is at fault."""
+
+
+def nothing() -> None:
+    """Whom ``stored`` tells nothing."""
 
 
 class Engine(Protocol):
@@ -164,7 +181,9 @@ class Engine(Protocol):
         """Drop every view of ``arena``; afterwards its memory may be unmapped."""
         ...
 
-    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+    def step(
+        self, rows: Sequence[Row], stored: Callable[[], None] = nothing
+    ) -> list[Sampled | None]:
         """Compute one packed batch; one result a row, ``None`` where nothing was to be sampled.
 
         Raises:

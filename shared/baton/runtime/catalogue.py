@@ -144,7 +144,12 @@ _ALL = (
         "time_per_output_token_seconds", "Mean time per output token after the first.", GAPS
     ),
     # hand-over
-    _histogram("handover_seconds", "From prefill's last write to decode's admission of it.", SHORT),
+    _histogram("handover_seconds", "From prefill's last step to decode's admission.", SHORT),
+    _histogram(
+        "handover_verified_seconds",
+        "From prefill's last store until it is verified.",
+        SHORT,
+    ),
     _counter("handover_bytes_total", "KV bytes that prefill wrote into decode's arena."),
     _counter("handovers_total", "Hand-overs that decode admitted."),
     _histogram("checksum_seconds", "Making the checksums of one prompt chunk.", SHORT),

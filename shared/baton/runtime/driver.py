@@ -2,12 +2,15 @@
 
 Decides order: events are handled one after the other, and the commands of one event are all
 executed, in order, before the next event is taken; nothing awaits in between, so nobody sees a
-machine whose commands are half done. Decides nothing a machine could decide.
+machine whose commands are half done. What only tells of it (log lines, metrics) comes last, in
+order as well, when nothing more waits to be done: a message that others wait for does not wait for
+a line in a log. Decides nothing a machine could decide.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -74,11 +77,13 @@ class Driver:
         self._end = end
         self._crash = crash
         self._check = bool(os.environ.get("BATON_CHECK")) if check is None else check
+        self._told: list[Note | Measure] = []
+        """Done, and not yet told."""
         self._executors: dict[type, Executor] = {
             Send: lambda command: transport.send(command.peer, command.message),
             CallLedger: lambda command: self._ask(command.op),
-            Note: self._note,
-            Measure: lambda command: metrics.measure(command.name, command.value, command.labels),
+            Note: self._told.append,
+            Measure: self._told.append,
             Exit: self._exit,
             **executors,
         }
@@ -108,8 +113,11 @@ class Driver:
                 current = self._queue.popleft()
                 self._handle(current)
             self._arm()
+            self._tell()
         except Exception as error:  # the crash barrier: a bug ends the process
             self._stopped = True
+            with contextlib.suppress(Exception):
+                self._tell()  # what led to it
             self._crash(error, type(current).__name__)
         finally:
             self._handling = False
@@ -130,8 +138,13 @@ class Driver:
 
     # --- the commands every service has ---------------------------------------------------------
 
-    def _note(self, command: Note) -> None:
-        getattr(self._log, command.level)(command.event, **command.fields)
+    def _tell(self) -> None:
+        told, self._told[:] = self._told[:], []
+        for command in told:
+            if isinstance(command, Note):
+                getattr(self._log, command.level)(command.event, **command.fields)
+            else:
+                self._metrics.measure(command.name, command.value, command.labels)
 
     def _exit(self, command: Exit) -> None:
         self.stop()

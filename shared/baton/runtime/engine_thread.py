@@ -52,6 +52,10 @@ class EngineThread:
         """Queue ``work``; its result is fed as an event, ``None`` is not."""
         self._work.put(work)
 
+    def tell(self, event: object) -> None:
+        """Feed ``event`` while the work goes on; called by the work itself."""
+        self._hand_over(self._feed, event)
+
     def in_flight(self) -> tuple[int, float] | None:
         """Return number and age in seconds of the work that runs now."""
         started = self._started

@@ -27,7 +27,7 @@ from baton.ledger.redis_ledger import RedisLedger
 from baton.ports.channel import ArenaInUse, ArenaTooSmall
 from baton.ports.lease import LeaseGivenUp, LeaseKeeper
 from baton.ports.transport import EndpointInUse
-from baton.runtime import logs, yielding
+from baton.runtime import logs, slices, yielding
 from baton.runtime.clock import BootClock
 from baton.runtime.config import ConfigError
 from baton.runtime.cores import CorePlan
@@ -199,6 +199,8 @@ class Shell:
         )
         bug = lambda error: self._crash(error, "an adapter")  # noqa: E731
         url = ledger_url(self._config, self._run_dir)
+        # Before ZeroMQ starts its threads and after the engine has started its own.
+        slices.wake_first()
         ledger = RedisLedger(url, self._config.ledger.pool, limits, bug)
         transport = ZmqTransport(
             context.member, limits, lambda word: count_frame(context.metrics, word), bug

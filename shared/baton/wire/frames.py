@@ -29,7 +29,7 @@ import msgspec
 from baton.core.ids import INCARNATION_MAX, Member, Peer
 
 MAGIC = b"BATN"
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 _PREFIX = struct.Struct("!4sHBx")
 _HEADER = struct.Struct("!4sHBxQQQQQ")

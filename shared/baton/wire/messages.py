@@ -413,17 +413,18 @@ class ChunkAnnounced(Message, frozen=True):
 
 
 class PrefillCommitted(Message, frozen=True):
-    """prefill -> decode: the ticket's blocks are complete. Says too: I store there no more."""
+    """prefill -> decode: all is announced, and this is the first token. Says too: I store there no
+    more."""
 
     request_id: RequestId
     epoch: Epoch
-    sums: tuple[BlockSum, ...]
-    """Blocks not announced before, the partly filled last one included."""
     first_id: TokenId
     first_logprob: TokenLogprob | None = None
     prefill_ms: float = 0.0
     last_write_ns: Annotated[int, Meta(ge=0)] = 0
     """CLOCK_BOOTTIME of the last store into the arena: only to measure the hand-over."""
+    ended_ns: Annotated[int, Meta(ge=0)] = 0
+    """CLOCK_BOOTTIME when the first token was chosen: only to measure the hand-over."""
 
 
 class PrefillFailed(Message, frozen=True):

@@ -38,6 +38,8 @@ ROW = np.dtype(
         ("arena", "<u8"),
     ]
 )
+#: No refusal: the step was done.
+_NOT_FINITE = -1
 _REFUSALS = {
     1: "a token id is outside the vocabulary",
     2: "a position is beyond the model's context",
@@ -136,15 +138,21 @@ class Library:
         rows: NDArray[Any],
         ids: NDArray[np.int32],
         keep: NDArray[np.int32],
-        logits: NDArray[np.float32],
-    ) -> None:
-        """Compute one packed step; see ``Llama::step``."""
-        self._checked(
-            self._c.baton_llama_step(
-                *(handle, address(rows), len(rows), address(ids), len(ids)),
-                *(address(keep), len(keep), address(logits)),
-            )
+    ) -> bool:
+        """Compute one packed step up to the head, see ``Llama::step``; return whether what goes
+        into the head is finite."""
+        code: int = self._c.baton_llama_step(
+            *(handle, address(rows), len(rows), address(ids), len(ids)),
+            *(address(keep), len(keep)),
         )
+        if code == _NOT_FINITE:
+            return False
+        self._checked(code)
+        return True
+
+    def llama_head(self, handle: int, logits: NDArray[np.float32]) -> None:
+        """Compute the logits of the step before; see ``Llama::head``."""
+        self._checked(self._c.baton_llama_head(handle, len(logits), address(logits)))
 
     def pool_new(self, threads: int) -> int:
         """Return a handle of threads for :meth:`attend`."""
@@ -190,7 +198,8 @@ _SIGNATURES: Sequence[tuple[str, Any, list[Any]]] = (
     ("baton_abi", _I, []),
     ("baton_llama_new", _P, [POINTER(Llama)]),
     ("baton_llama_free", None, [_P]),
-    ("baton_llama_step", _I, [_P, _P, _I, _P, _I, _P, _I, _P]),
+    ("baton_llama_step", _I, [_P, _P, _I, _P, _I, _P, _I]),
+    ("baton_llama_head", _I, [_P, _I, _P]),
     ("baton_pool_new", _P, [_I]),
     ("baton_pool_free", None, [_P]),
     ("baton_attend", _I, [POINTER(AttentionCall), _P, _P, _I, _I, _P, _P, _P, _P]),

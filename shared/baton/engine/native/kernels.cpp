@@ -9,8 +9,8 @@ using namespace baton;
 
 namespace {
 
-// What a refused call returns.
-enum Refusal { kFine = 0, kBadToken = 1, kBadPosition = 2, kBadBlock = 3, kBadRows = 4 };
+// What a refused call returns; a step whose result is not finite was done all the same.
+enum Refusal { kNotFinite = -1, kFine = 0, kBadToken = 1, kBadPosition = 2, kBadBlock = 3, kBadRows = 4 };
 
 enum Dtype { kFloat32 = 0, kBfloat16 = 1 };
 
@@ -75,7 +75,7 @@ Llama* make_llama(const BatonLlama& given) {
   made->embedding = static_cast<const T*>(given.embedding);
   made->rotary = given.rotary;
   made->final_norm = given.final_norm;
-  made->head = given.head.of<T>();
+  made->output = given.head.of<T>();
   for (int i = 0; i < given.shape.layers; ++i) {
     const BatonLlamaLayer& l = given.layers[i];
     made->layers.push_back({l.qkv.of<T>(), l.out.of<T>(), l.gate_up.of<T>(), l.down.of<T>(),
@@ -142,7 +142,7 @@ BATON_EXPORT void baton_llama_free(void* llama) { delete static_cast<Llama*>(lla
 // See Llama::step; returns a Refusal, and then nothing was done.
 BATON_EXPORT int32_t baton_llama_step(void* handle, const Row* rows, int32_t count,
                                       const int32_t* ids, int32_t tokens, const int32_t* keep,
-                                      int32_t kept, float* logits) {
+                                      int32_t kept) {
   Llama& llama = *static_cast<Llama*>(handle);
   const LlamaShape& shape = llama.shape;
   if (const Refusal refusal = check_rows(rows, count, tokens, shape.block_size)) return refusal;
@@ -152,7 +152,14 @@ BATON_EXPORT int32_t baton_llama_step(void* handle, const Row* rows, int32_t cou
     if (ids[i] < 0 || ids[i] >= shape.vocab) return kBadToken;
   for (int i = 0; i < kept; ++i)
     if (keep[i] < 0 || keep[i] >= tokens || (i > 0 && keep[i] <= keep[i - 1])) return kBadRows;
-  llama.step(rows, count, ids, tokens, keep, kept, logits);
+  return llama.step(rows, count, ids, tokens, keep, kept) ? kFine : kNotFinite;
+}
+
+// See Llama::head; refused unless the step before kept so many.
+BATON_EXPORT int32_t baton_llama_head(void* handle, int32_t kept, float* logits) {
+  Llama& llama = *static_cast<Llama*>(handle);
+  if (kept < 1 || kept != llama.kept) return kBadRows;
+  llama.head(logits);
   return kFine;
 }
 

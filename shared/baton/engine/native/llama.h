@@ -37,10 +37,14 @@ struct LlamaLayer {
 class Llama {
  public:
   virtual ~Llama() = default;
-  // One packed step. `keep`: places of the tokens whose logits are wanted, at most one a row and
-  // only a row's last, in order of the rows. logits: float [kept][vocab].
-  virtual void step(const Row* rows, int count, const int32_t* ids, int tokens,
-                    const int32_t* keep, int kept, float* logits) = 0;
+  // One packed step up to the head: when it returns, nothing of it stores or reads K and V any more.
+  // `keep`: places of the tokens whose logits are wanted, at most one a row and only a row's last, in
+  // order of the rows. Returns whether the kept tokens' lines are finite.
+  virtual bool step(const Row* rows, int count, const int32_t* ids, int tokens,
+                    const int32_t* keep, int kept) = 0;
+  // The kept tokens' logits, once after each step that kept some: float [kept][vocab].
+  virtual void head(float* logits) = 0;
+  int kept = 0;  // tokens of the last step that wait for the head
   LlamaShape shape;
 };
 
@@ -56,11 +60,12 @@ class LlamaOf final : public Llama {
   const T* embedding = nullptr;       // [vocab][hidden]
   const float* rotary = nullptr;      // [context][2][rotary / 2]: cosines, sines
   const float* final_norm = nullptr;  // [hidden]
-  Weights<T> head{};
+  Weights<T> output{};
   std::vector<LlamaLayer<T>> layers;
 
-  void step(const Row* rows, int count, const int32_t* ids, int tokens, const int32_t* keep,
-            int kept, float* logits) override {
+  bool step(const Row* rows, int count, const int32_t* ids, int tokens, const int32_t* keep,
+            int wanted) override {
+    kept = wanted;
     size_buffers(tokens);
     position_.resize(tokens);
     for (int r = 0; r < count; ++r)
@@ -73,18 +78,24 @@ class LlamaOf final : public Llama {
       if (l == shape.layers - 1) {
         live = last_tokens(live, keep, kept);
         lines = kept;
-        if (kept == 0) return;
+        if (kept == 0) return true;
       }
       attend(l, live, lines);
       feed_forward(l, lines);
     }
-    norm(final_norm, lines);
-    spread(head, normed_, shape.hidden, lines, [&](int row, int rows, int group, float* block) {
+    const float* end = x_ + ptrdiff_t(kept) * shape.hidden;
+    return std::all_of(static_cast<const float*>(x_), end, [](float x) { return std::isfinite(x); });
+  }
+
+  void head(float* logits) override {
+    norm(final_norm, kept);
+    spread(output, normed_, shape.hidden, kept, [&](int row, int rows, int group, float* block) {
       const int column = group * kGroup, left = std::min(kGroup, shape.vocab - column);
       for (int i = 0; i < rows; ++i)
         std::memcpy(logits + ptrdiff_t(row + i) * shape.vocab + column, block + i * kGroup,
                     left * sizeof(float));
     });
+    kept = 0;
   }
 
  private:
