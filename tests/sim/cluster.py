@@ -19,6 +19,7 @@ from baton.core.ids import Role
 from baton.core.lifecycles import BlockState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending
+from baton.core.slo import Slo
 from baton.engine.fake_model import fake_info
 from baton.engine.info import KERNELS, compat_of, layout_of
 from baton.ports.engine import Row
@@ -34,6 +35,8 @@ from sim.process import Process
 STORY_LINES = 2_000
 #: Output lengths of most runs.
 USUAL = (1, 2, 8, 30, 60)
+#: Of a step's two milliseconds: one that is always kept, one that is not, one that refuses too.
+SLOS = (Slo(2.0, 0.1), Slo(0.05, 0.003), Slo(0.02, 0.02, refuse=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class Scenario:
     gateway_freezes: int = 0
     abandons: int = 0
     """Resumable requests whose clients never come back."""
+    slo: Slo | None = None
+    """The way of each request is chosen by it (adaptive mode); ``None``: split or colocated."""
 
 
 def draw(seed: int) -> Scenario:
@@ -137,6 +142,7 @@ def draw(seed: int) -> Scenario:
         breaks=random.choice((0, 4, 12)),
         gateway_freezes=0 if calm else random.choice((0, 0, 0, 2)),
         abandons=random.choice((0, 0, 2)),
+        slo=random.choice((None, None, None, *SLOS)),
     )
 
 

@@ -21,6 +21,7 @@ from baton.decode.machine import DecodeMachine
 from baton.decode.takeover import take_stock
 from baton.decode.work import Turns, bring, probe, run_step, verify
 from baton.engine.fake import FakeEngine
+from baton.gateway.links import Mode
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import Deliver, End, NotResumed, Ready, ReportsReady
 from baton.ports.channel import ArenaInUse, BlockMark
@@ -124,11 +125,14 @@ class Process:
     def _build(self) -> Any:
         cluster = self.cluster
         limits, size = cluster.limits, cluster.layout.block_size
+        slo = cluster.scenario.slo
         root = chain_root(repr(cluster.compat))
         if self.role is Role.ROUTER:
-            return RouterMachine(self.me, limits, split=bool(cluster.prefills))
+            split = bool(cluster.prefills) and slo is None
+            return RouterMachine(self.me, limits, split=split, slo=slo)
         if self.role is Role.GATEWAY:
-            return GatewayMachine(self.me, limits, "split" if cluster.prefills else "colocated")
+            mode: Mode = "split" if cluster.prefills else "colocated"
+            return GatewayMachine(self.me, limits, "adaptive" if slo else mode)
         left = cluster.step_records.get(self.worker_id)
         cluster.step_records[self.worker_id] = LastStep(self.me, ())
         self.engine = FakeEngine(cluster.info, cluster.layout, sleep=lambda seconds: None)
@@ -156,6 +160,7 @@ class Process:
             block_size=size,
             block_bytes=cluster.layout.block_bytes,
             root=root,
+            step_s=None if slo is None else slo.step_s,
             found=found,
             left=left,
         )

@@ -9,6 +9,7 @@ from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
+from baton.core.slo import Slo
 from baton.ports.driving import CallLedger, LedgerAnswered, Send
 from baton.ports.ledger import AdmitRequest, Done, PlaceRequest, RetryRequest
 from baton.router.machine import RouterMachine
@@ -46,9 +47,14 @@ class Router(Playbook):
     """A router with the given workers linked and ready."""
 
     def __init__(
-        self, workers: tuple[Peer, ...] = (P, D), *, blocks: int = 64, **limits: Any
+        self,
+        workers: tuple[Peer, ...] = (P, D),
+        *,
+        blocks: int = 64,
+        slo: Slo | None = None,
+        **limits: Any,
     ) -> None:
-        super().__init__(RouterMachine(ME, Limits(**limits)))
+        super().__init__(RouterMachine(ME, Limits(**limits), split=slo is None, slo=slo))
         self.feed(LeaseChanged(LeaseState.HELD))
         self.up(G, Role.GATEWAY)
         for worker in workers:

@@ -50,7 +50,7 @@ def test_file_then_environment(tmp_path: Path) -> None:
         ("[gateway]\nport = 70000\n", ["port = 70000", "a whole number from 0 to 65535"]),
         ('[gateway]\nport = "8000"\n', ['port = "8000"', "a whole number"]),
         ("[gateway]\nport = true\n", ["port = true", "a whole number"]),
-        ('[cluster]\nmode = "both"\n', ['mode = "both"', '"colocated", "split"']),
+        ('[cluster]\nmode = "both"\n', ['mode = "both"', '"adaptive", "colocated", "split"']),
         ("[cluster]\nprefill = 0\n", ["prefill = 0", "split mode"]),
         ("[cluster]\nprefill = -1\n", ["prefill = -1", "from 0 to 256"]),
         ("[arena]\nblock_size = 17\n", ["block_size = 17", "one of 8, 16, 32, 64"]),
@@ -197,3 +197,15 @@ def test_cache_dir(tmp_path: Path) -> None:
     assert cache_dir(config, {"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "baton"
     assert cache_dir(config, {"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache/baton"
     assert cache_dir(load(None, {"BATON_MODEL_CACHE_DIR": "/m"}), {}) == Path("/m")
+
+
+def test_adaptive_mode_has_prefill_processes_and_an_slo() -> None:
+    """It may be told to have none; the other modes decide by no SLO."""
+    environ = {"BATON_CLUSTER_MODE": "adaptive", "BATON_SLO_ITL_MS": "40"}
+    adaptive = load(None, {**environ, "BATON_SLO_OVERLOAD": "refuse"})
+    assert "prefill-0" in [name for _, name in worker_ids(adaptive)]
+    slo = adaptive.adaptive_slo()
+    assert slo is not None and (slo.ttft_s, slo.itl_s, slo.refuse) == (2.0, 0.04, True)
+    alone = load(None, {**environ, "BATON_CLUSTER_PREFILL": "0"})
+    assert "prefill-0" not in [name for _, name in worker_ids(alone)]
+    assert load(None, {}).adaptive_slo() is None

@@ -36,6 +36,8 @@ _WORDS: Mapping[str, str] = {
     "end_given_up": "could not tell the ledger the end",
     "admitted": "admitted: {prompt_tokens} prompt tokens, waits for a place",
     "chosen": "takes {decode}: {why}",
+    "forecast_held_against": "first token after {actual_ms} ms ({way}), {expected_ms} ms were "
+    "expected; regret {regret_ms} ms",
     "placed": "placed on {decode}, prefill {prefill}; the attempt is counted",
     "refused": "refused: {reason}, {message}",
     "worker_lost": "lost {by}: {message}",

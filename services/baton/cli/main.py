@@ -118,7 +118,9 @@ def _add(commands, name: str, run: Command, text: str, more: str = "") -> argpar
 
 
 def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=("split", "colocated"), help="who computes prompts")
+    parser.add_argument(
+        "--mode", choices=("split", "adaptive", "colocated"), help="who computes prompts"
+    )
     parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill processes")
     parser.add_argument("--decode", type=int, metavar="N", help="number of decode processes")
     parser.add_argument("--model", metavar="MODEL", help="name, folder or Hugging Face name")

@@ -87,7 +87,8 @@ class DecodeMachine:
     """One decode worker. ``Machine[Event, Command]``.
 
     ``found`` is what it has of the arena, if that was taken over; else all of it is free. ``left``
-    is the step that the incarnation before it left.
+    is the step that the incarnation before it left. With ``step_s`` a chunk of a prompt beside
+    running sequences is as long as it can be without steps that take longer.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class DecodeMachine:
         block_size: int,
         block_bytes: int,
         root: bytes,
+        step_s: float | None = None,
         found: TakenOver | None = None,
         left: LastStep | None = None,
     ) -> None:
@@ -107,7 +109,7 @@ class DecodeMachine:
         assert pool.total == blocks_total
         self.state = State(me, limits, pool, arena, block_size, block_bytes, root)
         self.handover = Handover(self.state, {} if found is None else found.quarantined)
-        self.scheduler = Scheduler(self.state, self.handover)
+        self.scheduler = Scheduler(self.state, self.handover, step_s)
         self.imports = Imports(self.state)
         self.admission = Admission(self.state, self.handover, self.imports, self.scheduler)
         self.output = Output(self.state)

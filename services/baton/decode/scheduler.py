@@ -26,9 +26,10 @@ from baton.wire.messages import AttemptId
 class Scheduler:
     """Builds steps over the sequences of one decode worker."""
 
-    def __init__(self, state: State, handover: Handover) -> None:
+    def __init__(self, state: State, handover: Handover, step_s: float | None = None) -> None:
         self.state = state
         self.handover = handover
+        self.step_s = step_s
         self.step = 0
         self.step_since: float | None = None
         self.rows: tuple[Row, ...] = ()
@@ -98,8 +99,9 @@ class Scheduler:
                 continue  # an older one's need may have taken its blocks just now
             if self._room(seq, seq.length):
                 rows.append(self._row(seq, seq.length))
-        budget = limits.local_prefill_chunk_tokens
-        for seq in [seq for seq in ready if seq.stage is Stage.LOCAL]:
+        prompts = [seq for seq in ready if seq.stage is Stage.LOCAL]
+        budget = self._chunk(rows, prompts[0].computed) if prompts else 0
+        for seq in prompts:
             if not seq.blocks:
                 self._reuse_prefix(seq)
             end = min(seq.computed + budget, seq.length)
@@ -111,6 +113,18 @@ class Scheduler:
                 break
         # A row may have been pre-empted by a later one's need; only what still stands runs.
         return [row for row in rows if self._stands(row)]
+
+    def _chunk(self, rows: list[Row], begin: int) -> int:
+        """Return how many prompt tokens, from ``begin`` on, go into a step with ``rows``."""
+        most = self.state.limits.local_prefill_chunk_tokens
+        curve = self.state.figures.steps.curve() if self.step_s is not None and rows else None
+        if curve is None or self.step_s is None or not curve.tokens:
+            return most
+        context = sum(row.start for row in rows)
+        size = self.state.block_size
+        return curve.chunk_within(
+            self.step_s, begin, most=most, unit=size, rows=len(rows), context=context
+        )
 
     def _stands(self, row: Row) -> bool:
         seq = self.state.sequences.get(row.request_id)

@@ -12,7 +12,7 @@ from baton.core.ids import Member, Peer, Role
 from baton.core.outcomes import Reason
 from baton.wire.messages import PoolStatus
 
-Mode = Literal["split", "colocated"]
+Mode = Literal["split", "adaptive", "colocated"]
 
 
 class Links:

@@ -75,4 +75,15 @@ class Admission:
             return Reason.OVERLOADED, f"{sum(waiting)} prompt tokens are waiting"
         if (text := self.state.placement.too_long(spec)) is not None:
             return Reason.TOO_LONG, text
-        return None
+        return self._too_late(sum(waiting))
+
+    def _too_late(self, tokens: int) -> tuple[Reason, str] | None:
+        """Say why its first token would come too late whatever way it goes, if that is so and is
+        to be refused; ``tokens`` prompt tokens wait before it."""
+        choice = self.state.placement.choice
+        if choice is None or not choice.slo.refuse or not tokens:
+            return None
+        wait_s = max(self.state.queue_s, self.state.placement.drain_s(tokens))
+        if wait_s <= choice.slo.ttft_s:
+            return None
+        return Reason.OVERLOADED, f"it would wait {wait_s:.1f} s before anything of it is computed"

@@ -27,6 +27,7 @@ from baton.ports.ledger import (
 )
 from baton.router.blame import Blames
 from baton.router.entry import Entry, Phase
+from baton.router.forecasts import Forecasts
 from baton.router.moves import Moves
 from baton.router.state import State
 from baton.router.verdicts import Verdicts
@@ -66,6 +67,7 @@ class Attempts:
     def __init__(self, state: State, moves: Moves, verdicts: Verdicts) -> None:
         self.state = state
         self.blames = Blames(state, verdicts)
+        self.forecasts = Forecasts(state)
         self.moves = moves
         self.verdicts = verdicts
         self.adopted: Callable[[Entry, Adopted, float], None]
@@ -203,11 +205,14 @@ class Attempts:
         entry.untold.clear()
         entry.link_due = None
         entry.bypassed = 0
+        entry.looked_at = False
         self.state.queue.push(entry, front=front)
 
     def place_waiting(self, now: float) -> None:
         """Place from the head; a few may pass one that waits for memory, never for ever."""
         head: Entry | None = None
+        waiting = 0
+        again = self.state.placement.new_pass(now)
         for entry in self.state.queue:
             if entry.not_before > now:
                 continue
@@ -216,10 +221,14 @@ class Attempts:
                 if (text := self.state.placement.too_long(entry.spec)) is not None:
                     self.verdicts.refuse(entry, now, Reason.TOO_LONG, text)
                     continue
-            place = self.state.placement.choose(entry, now)
+            waits = entry.looked_at and not again
+            place = None if waits else self.state.placement.choose(entry, now)
             if place is None:
+                entry.looked_at = True
                 head = head or entry
-                if head.bypassed >= self.state.limits.bypass_max:
+                waiting += 1
+                bound = self.state.limits.bypass_max
+                if head.bypassed >= bound or waiting > bound:
                     return
                 continue
             if head is not None:
@@ -228,6 +237,7 @@ class Attempts:
             if not place.reuse:
                 self.moves.settled(entry)
             self.state.placement.placed(entry, place)
+            self.forecasts.placed(entry, place, now)
             entry.phase = Phase.PLACING
             entry.decode, entry.prefill = place.decode, place.prefill
             entry.ledger_since = now

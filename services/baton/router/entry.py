@@ -12,6 +12,7 @@ from enum import Enum
 
 from baton.core.ids import Peer
 from baton.core.prefix import chain_of
+from baton.router.forecasts import Forecast
 from baton.wire.messages import RequestFailed, RequestRefused, RequestSpec
 
 #: Full blocks of a prompt that count for prefix affinity: the first 1,024 tokens.
@@ -92,6 +93,10 @@ class Entry:
     recovering_since: float | None = None
     not_before: float = 0.0
     bypassed: int = 0
+    looked_at: bool = False
+    """It waits, as the workers were when the queue was last gone through."""
+    forecast: Forecast | None = None
+    """What was expected when it was placed for the first time."""
     ledger_since: float = 0.0
     """When the ledger was first asked for the transition that is pending."""
     ledger_again: float | None = None

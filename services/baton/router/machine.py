@@ -17,6 +17,7 @@ from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Reason
+from baton.core.slo import Slo
 from baton.ports.driving import EXIT_RESTART, Exit, LedgerAnswered, Measure, Note
 from baton.ports.ledger import EndRequest, FindOrphans
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
@@ -26,9 +27,10 @@ from baton.router.attempts import Attempts
 from baton.router.entry import Entry, Phase
 from baton.router.moves import Moves
 from baton.router.orphans import OrphanSweep
-from baton.router.placement import Placement, WorkerView
+from baton.router.placement import Placement
 from baton.router.state import State
 from baton.router.verdicts import Verdicts
+from baton.router.workers import WorkerView
 from baton.wire.holdings import HeldRequest, Holdings
 from baton.wire.messages import (
     AnyMessage,
@@ -64,9 +66,17 @@ class RouterMachine:
     """One router. ``Machine[Event, Command]``."""
 
     def __init__(
-        self, me: Peer, limits: Limits, *, split: bool = True, local_prefill_max_tokens: int = 0
+        self,
+        me: Peer,
+        limits: Limits,
+        *,
+        split: bool = True,
+        local_prefill_max_tokens: int = 0,
+        slo: Slo | None = None,
     ) -> None:
-        placement = Placement(limits, local_prefill_max_tokens=local_prefill_max_tokens)
+        """``split``: nothing is served without prefill workers; ``slo``: each request's way is
+        chosen so that it is kept."""
+        placement = Placement(limits, local_prefill_max_tokens=local_prefill_max_tokens, slo=slo)
         self.state = State(me, limits, placement)
         self.moves = Moves(self.state)
         self.verdicts = Verdicts(self.state, self.moves)
@@ -151,7 +161,7 @@ class RouterMachine:
             case RequestMoved(request_id, turn):
                 self._moved(request_id, turn)
             case RequestEnded():
-                self.verdicts.ended(peer, message)
+                self._ended(peer, message)
             case RequestFenced(request_id, epoch, output):
                 self.attempts.fenced(request_id, epoch, output, now)
             case WorkerStatus():
@@ -173,6 +183,12 @@ class RouterMachine:
                 self.state.emit(
                     Note("unexpected_message", {"kind": type(message).__name__}, "warning")
                 )
+
+    def _ended(self, gateway: Peer, message: RequestEnded) -> None:
+        entry = self.state.entries.get(message.request_id)
+        if entry is not None and entry.spec.gateway == gateway:
+            self.attempts.forecasts.ended(entry, message.ttft_ms)
+        self.verdicts.ended(gateway, message)
 
     def _tell_pool(self) -> None:
         """Tell the gateways whether a request could be served, when that has changed."""

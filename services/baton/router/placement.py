@@ -14,55 +14,18 @@ import msgspec
 from baton.core.ids import Peer, Role
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
+from baton.core.slo import Slo
+from baton.router.choice import Choice
 from baton.router.entry import AFFINITY_BLOCK_TOKENS, Entry
-from baton.wire.messages import RequestSpec, WorkerStatus
+from baton.router.estimate import Estimate, Need
+from baton.router.workers import WorkerView
+from baton.wire.messages import RequestSpec
 
-#: Prefix names remembered, over all workers; the oldest are forgotten.
+#: Prefix names remembered, over all workers, and no more than their arenas hold; the oldest are
+#: forgotten.
 AFFINITY_NAMES_MAX = 65_536
-AVOID_FIRST_S = 0.2
-AVOID_MAX_S = 10.0
-
-
-@dataclass(slots=True)
-class WorkerView:
-    """One worker incarnation: what it last said, and what it was given since."""
-
-    peer: Peer
-    role: Role
-    status: WorkerStatus
-    since: float
-    """When its link opened."""
-    host: str
-    """Workers of one host can read each other's arenas."""
-    placed: int = 0
-    """Given since the last status."""
-    placed_blocks: int = 0
-    placed_tokens: int = 0
-    failures: int = 0
-    """Failed attempts in a row."""
-    avoid_until: float = 0.0
-
-    def refresh(self, status: WorkerStatus) -> None:
-        self.status = status
-        self.placed = self.placed_blocks = self.placed_tokens = 0
-
-    def failed(self, now: float) -> None:
-        """It failed an attempt: leave it alone for a while if there is another."""
-        self.failures += 1
-        wait = min(AVOID_FIRST_S * 2.0 ** min(self.failures - 1, 10), AVOID_MAX_S)
-        self.avoid_until = now + wait
-
-    def succeeded(self) -> None:
-        self.failures = 0
-        self.avoid_until = 0.0
-
-    @property
-    def free_blocks(self) -> int:
-        return self.status.blocks_free - self.placed_blocks
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self.status.blocks_total * self.status.block_size
+#: Who waits is looked at again after that time, whatever was heard.
+AGAIN_S = 0.045
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +38,26 @@ class Place:
     """Decode has, or imports, what an earlier attempt computed."""
     why: str = ""
     """In words, for people."""
+    estimates: tuple[Estimate, ...] = ()
+    """What was expected of this way and, after it, of others; empty where nothing is known yet, or
+    nothing was estimated."""
 
 
 class Placement:
-    """All workers of one pool as one router sees them."""
+    """All workers of one pool as one router sees them. With an ``slo`` each request's way is chosen
+    by estimates."""
 
-    def __init__(self, limits: Limits, *, local_prefill_max_tokens: int) -> None:
+    def __init__(
+        self, limits: Limits, *, local_prefill_max_tokens: int, slo: Slo | None = None
+    ) -> None:
         self.limits = limits
         self.local_prefill_max_tokens = local_prefill_max_tokens
+        self.choice = None if slo is None else Choice(slo, limits, local_prefill_max_tokens)
         self.workers: dict[Peer, WorkerView] = {}
+        self.losses = 0
+        self.passed: object = None
+        """What the workers were like when the queue was last gone through."""
+        self.passed_at = 0.0
         #: Prefix name -> the decode worker that last computed it. Its memory outlives its process,
         #: so this is its stable name.
         self._affinity: OrderedDict[bytes, str] = OrderedDict()
@@ -112,7 +86,33 @@ class Placement:
 
     def forget(self, peer: Peer) -> None:
         """A worker is gone; what it had in its cache its successor has."""
-        self.workers.pop(peer, None)
+        if self.workers.pop(peer, None) is not None:
+            self.losses += 1
+
+    def new_pass(self, now: float) -> bool:
+        """The queue is to be gone through. Return whether who waited the last time may have
+        another answer now: something is heard of the workers, or time has passed."""
+        changes = sum(view.changes for view in self.workers.values())
+        state = self.losses, len(self.workers), changes
+        if state == self.passed and now - self.passed_at < AGAIN_S:
+            return False
+        self.passed, self.passed_at = state, now
+        if self.choice is not None:
+            self.choice.new_pass()
+        return True
+
+    def drain_s(self, tokens: int) -> float:
+        """Return how long ``tokens`` tokens of prompts that wait here take, after those that
+        wait at prefill, or at decode where there is no prefill; 0 where no speed is known."""
+        views = self._accepting(Role.PREFILL) or self._accepting(Role.DECODE)
+        speed = 0.0
+        for view in views:
+            chunk = max(1, view.status.chunk_tokens)
+            seconds = view.status.curve.seconds(chunk)
+            if seconds > 0:
+                speed += chunk / seconds
+                tokens += view.status.queued_tokens + view.placed_tokens
+        return tokens / speed if speed else 0.0
 
     def missing(self, *, split: bool) -> tuple[Reason, str] | None:
         """Return what a request would lack, whatever the load; ``split`` wants a prefill too."""
@@ -143,8 +143,10 @@ class Placement:
             where = "in its arena" if decode.peer.worker_id == entry.source else "in its reach"
             why = f"what the lost attempt computed is {where}"
             return Place(decode.peer, None, reuse=True, why=why)
-        decode = min(decodes, key=lambda view: (self._cost(view, entry), view.peer))
         prefills = self._usable(Role.PREFILL, now)
+        if self.choice is not None and self.choice.knows(self.workers.values()):
+            return self._estimated(entry, decodes, prefills, now)
+        decode = min(decodes, key=lambda view: (self._cost(view, entry), view.peer))
         uncached = entry.tokens - self._cached(decode, entry) * AFFINITY_BLOCK_TOKENS
         why = self._why(decode, entry, len(decodes))
         if not self._accepting(Role.PREFILL) or uncached <= self.local_prefill_max_tokens:
@@ -161,6 +163,26 @@ class Placement:
         )
         return Place(decode.peer, prefill.peer, why=why)
 
+    def _estimated(
+        self, entry: Entry, decodes: list[WorkerView], prefills: list[WorkerView], now: float
+    ) -> Place | None:
+        assert self.choice is not None
+        waited_s = now - entry.arrived
+        needs = []
+        for view in decodes:
+            # What an attempt that is over was to have computed may not be there.
+            cached = 0 if entry.placed_once else self._cached(view, entry) * AFFINITY_BLOCK_TOKENS
+            needs.append(Need(entry.tokens, min(cached, entry.tokens - 1), waited_s))
+        costs = [self._cost(view, entry) for view in decodes]
+        found = self.choice.choose(list(zip(decodes, needs, costs, strict=True)), prefills)
+        if found is None:
+            return None
+        best, *others = found
+        why = f"{best.words()}; {len(others)} other ways"
+        if others:
+            why += f", the next best: {others[0].words()}"
+        return Place(best.decode, best.prefill, why=why, estimates=found)
+
     def could_move(self, entry: Entry, now: float) -> bool:
         """Whether another decode worker could import what its own has, and has room for it."""
         assert entry.decode is not None
@@ -173,16 +195,19 @@ class Placement:
     def placed(self, entry: Entry, place: Place) -> None:
         """Remember what was just given away."""
         decode = self.workers[place.decode]
-        decode.placed += 1
+        decode.given()
         decode.placed_blocks += self._blocks(decode, entry)
         if place.prefill is not None:
             prefill = self.workers[place.prefill]
-            prefill.placed += 1
+            prefill.given()
             prefill.placed_tokens += entry.tokens
+        else:
+            decode.placed_tokens += entry.tokens
         for chain in entry.chains:
             self._affinity[chain] = place.decode.worker_id
             self._affinity.move_to_end(chain)
-        while len(self._affinity) > AFFINITY_NAMES_MAX:
+        held = sum(view.capacity_tokens for view in self.of(Role.DECODE)) // AFFINITY_BLOCK_TOKENS
+        while len(self._affinity) > min(AFFINITY_NAMES_MAX, held):
             self._affinity.popitem(last=False)
 
     # --- inside -------------------------------------------------------------------------------
@@ -209,6 +234,9 @@ class Placement:
         if held:
             growth_tokens = min(self.limits.growth_tokens, entry.remaining)
             growth = -(-growth_tokens // max(1, status.block_size))
+        if held and self.choice is not None and not entry.placed_once:
+            # What is there will grow too: room for that, before this one costs anything.
+            growth += status.growth_blocks
         return view.free_blocks >= self._blocks(view, entry) + growth
 
     def _cached(self, view: WorkerView, entry: Entry) -> int:

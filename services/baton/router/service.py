@@ -30,5 +30,6 @@ def build(context: Context) -> Service:
         config.limits,
         split=config.cluster.mode == "split",
         local_prefill_max_tokens=config.router.local_prefill_max_tokens,
+        slo=config.adaptive_slo(),
     )
     return Service(machine=machine, compat=model.compat, model_name=model.name)

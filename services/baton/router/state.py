@@ -82,4 +82,5 @@ class State:
     def retry_after_ms(self, reason: Reason) -> int:
         if reason is Reason.TOO_LONG:
             return 0
-        return int(min(max(RETRY_AFTER_MIN_MS, self.queue_s * 1000), RETRY_AFTER_MAX_MS))
+        wait_s = max(self.queue_s, self.placement.drain_s(self.queue.tokens))
+        return int(min(max(RETRY_AFTER_MIN_MS, wait_s * 1000), RETRY_AFTER_MAX_MS))

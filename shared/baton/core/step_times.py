@@ -56,6 +56,20 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
         slope = max((y - ys[-2]) / (x - xs[-2]), y / x if x < 16 else 0.0)
         return y + (tokens - x) * slope
 
+    def extended(self, other: StepCurve) -> StepCurve:
+        """Return this curve, and beyond what was seen here that of ``other``, a worker with the
+        same model: better than a guess from short steps."""
+        last = self.tokens[-1] if self.tokens else 0
+        more = [pair for pair in zip(other.tokens, other.micros, strict=True) if pair[0] > last]
+        if not more:
+            return self
+        low = self.micros[-1] if self.micros else 0
+        return StepCurve(
+            (*self.tokens, *(tokens for tokens, _ in more)),
+            (*self.micros, *(max(low, micros) for _, micros in more)),
+            self.pair_picos or other.pair_picos,
+        )
+
     def prompt_seconds(
         self, begin: int, end: int, chunk: int, rows: int = 0, context: int = 0
     ) -> float:

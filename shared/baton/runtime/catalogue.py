@@ -81,6 +81,9 @@ STALE = _values(("epoch", "incarnation", "index", "turn", "unknown"))
 #: Copied from another decode worker's arena, found in the own one after a restart, its prompt
 #: computed again by prefill, or by decode itself.
 WAYS = _values(("import", "take_over", "prefill", "local"))
+#: A prefill worker computes the prompt, decode does, or decode goes on from what is there.
+PLACED = _values(("remote", "local", "reuse"))
+ERRORS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 2.0, 5.0)
 PATHS = _values(
     (
         *("chat_completions", "completions", "responses", "models", "health", "live", "metrics"),
@@ -123,6 +126,19 @@ _ALL = (
     _counter("requests_adopted_total", "Requests taken over from another router."),
     _counter("orphans_ended_total", "Requests ended because gateway and router were lost."),
     _counter("attempts_total", "Placements, the first of each request included."),
+    _counter("ways_total", "Placements by who computes the prompt.", way=PLACED),
+    _histogram(
+        "ttft_forecast_error_ratio",
+        "How far the first token's time was from its forecast, as a share of it (adaptive mode).",
+        ERRORS,
+        way=PLACED,
+    ),
+    _histogram(
+        "ttft_regret_seconds",
+        "How much later the first token came than it was expected on another way.",
+        PHASES,
+        way=PLACED,
+    ),
     _counter("attempts_failed_total", "Placements that gave no result.", reason=REASONS),
     _counter("preemptions_total", "Sequences put back to free blocks for others."),
     _counter("prompt_tokens_total", "Prompt tokens of requests taken in."),

@@ -123,7 +123,7 @@ def rows(config: Config) -> list[SettingRow]:
 def worker_ids(config: Config) -> list[tuple[Role, str]]:
     """Return role and name of every process of the cluster, in the order they should start."""
     cluster = config.cluster
-    prefill = cluster.prefill if cluster.mode == "split" else 0
+    prefill = 0 if cluster.mode == "colocated" else cluster.prefill
     counts = (
         (Role.ROUTER, cluster.routers),
         (Role.DECODE, cluster.decode),

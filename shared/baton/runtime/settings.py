@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.core.limits import Limits
+from baton.core.slo import Slo
 
 Count = Annotated[int, Meta(ge=0, le=256)]
 Positive = Annotated[int, Meta(ge=1, le=256)]
@@ -33,10 +34,11 @@ class ClusterConfig(Section, frozen=True):
     """Name of this cluster: small letters, digits and dashes, at most 32."""
     run_dir: str = ""
     """Directory of sockets and logs, mode 0700. Empty: below `$XDG_RUNTIME_DIR` or `/tmp`."""
-    mode: Literal["split", "colocated"] = "split"
-    """`split`: prefill and decode in separate processes; `colocated`: decode workers do both."""
+    mode: Literal["split", "adaptive", "colocated"] = "split"
+    """`split`: prefill workers compute the prompts; `colocated`: decode workers do; `adaptive`:
+    whoever keeps the SLOs, decided for each request."""
     prefill: Count = 1
-    """Prefill processes (split mode; none are started in colocated mode)."""
+    """Prefill processes (none are started in colocated mode)."""
     decode: Positive = 1
     """Decode processes."""
     routers: Positive = 1
@@ -137,6 +139,18 @@ class RouterConfig(Section, frozen=True):
     """Prompts up to this length are computed by the decode worker itself."""
 
 
+class SloConfig(Section, frozen=True):
+    """What clients are promised; adaptive mode decides by it."""
+
+    ttft_ms: Annotated[int, Meta(ge=1)] = 2_000
+    """The first token should come this soon."""
+    itl_ms: Annotated[int, Meta(ge=1)] = 100
+    """Two tokens should not be further apart."""
+    overload: Literal["wait", "refuse"] = "wait"
+    """`refuse`: a request whose wait alone would break `ttft_ms` is refused at once, with a time to
+    come back; `wait`: it waits as long as the limits allow."""
+
+
 class CoresConfig(Section, frozen=True):
     """Which process runs on which core."""
 
@@ -170,6 +184,7 @@ class Config:
     ledger: LedgerConfig
     gateway: GatewayConfig
     router: RouterConfig
+    slo: SloConfig
     cores: CoresConfig
     fence: FenceConfig
     limits: Limits
@@ -177,6 +192,13 @@ class Config:
     """The file that was read, absolute; ``None``: none."""
     sources: Mapping[str, str]
     """``section.key`` -> ``default``, ``file:<path>`` or ``env:<VARIABLE>``."""
+
+    def adaptive_slo(self) -> Slo | None:
+        """Return what adaptive mode decides by; ``None`` in the other modes."""
+        if self.cluster.mode != "adaptive":
+            return None
+        slo = self.slo
+        return Slo(slo.ttft_ms / 1000, slo.itl_ms / 1000, refuse=slo.overload == "refuse")
 
 
 SECTIONS: Mapping[str, type[msgspec.Struct]] = {
@@ -188,6 +210,7 @@ SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "ledger": LedgerConfig,
     "gateway": GatewayConfig,
     "router": RouterConfig,
+    "slo": SloConfig,
     "cores": CoresConfig,
     "fence": FenceConfig,
     "limits": Limits,

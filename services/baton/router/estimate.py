@@ -1,0 +1,229 @@
+"""What a request would take, and what it would cost others, on one way: one decode worker, and a
+prefill worker or none.
+
+Decides how the figures that workers tell are put together, and what of that counts as lost; which
+way is taken is decided in ``choice.py``. No estimate is ever a promise: decode's own reservation
+has the last word, and its own schedule keeps the steps short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.core.ids import Peer
+from baton.core.slo import Slo
+from baton.core.step_times import StepCurve, pairs_of
+from baton.router.workers import WorkerView
+
+#: A second by which running streams are delayed within their SLO, against one of waiting.
+DELAY_WEIGHT = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What has to be computed for a request, on one decode worker."""
+
+    tokens: int
+    cached: int
+    """Leading tokens whose KV is there; the last one is always computed."""
+    waited_s: float
+    """Since its router has it."""
+
+    @property
+    def rest(self) -> int:
+        return self.tokens - self.cached
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One way, and what is expected of it."""
+
+    decode: Peer
+    prefill: Peer | None
+    """``None``: decode computes the prompt in chunks."""
+    ready: bool
+    """Whether it may start now; else it is a way to wait for."""
+    raw_s: float
+    """From now to the first token, by the workers' figures alone."""
+    ttft_s: float
+    """From the request's arrival to its first token, as experience corrects that."""
+    step_s: float
+    """Longest step that the running streams see meanwhile."""
+    delay_s: float
+    """By which the running streams are delayed, all together."""
+    late: bool
+    """Its own first token would come too late."""
+    stalled: int
+    """Running streams whose tokens would come too far apart while the prompt is computed."""
+    crowded: int
+    """Running streams whose tokens would come too far apart because there is one more."""
+
+    @property
+    def lost(self) -> int:
+        """Requests that would not be good any more."""
+        return self.late + self.stalled + self.crowded
+
+    @property
+    def cost_s(self) -> float:
+        return self.ttft_s + DELAY_WEIGHT * self.delay_s
+
+    @property
+    def kind(self) -> str:
+        return "local" if self.prefill is None else "remote"
+
+    def words(self) -> str:
+        """For people."""
+        who = self.decode.worker_id
+        if self.prefill is not None:
+            who = f"{self.prefill.worker_id} for {who}"
+        text = f"{who} {self.ttft_s * 1e3:.0f} ms"
+        if self.delay_s >= 0.001:
+            text += f", delays others by {self.delay_s * 1e3:.0f} ms"
+        if self.lost:
+            text += f", loses {self.lost}"
+        return text if self.ready else f"{text}, once there is room"
+
+
+@dataclass(slots=True)
+class Line:
+    """What first tokens really took against what was expected: a moving line through both."""
+
+    count: int = 0
+    x: float = 0.0
+    y: float = 0.0
+    var: float = 0.0
+    cov: float = 0.0
+
+    #: The last so many requests count.
+    MEMORY = 32
+    #: Wider apart than that something else went on than what is estimated here.
+    CLIP = 4.0
+
+    def learn(self, expected_s: float, actual_s: float) -> None:
+        """``expected_s`` by the workers' figures, ``actual_s`` in truth."""
+        actual_s = min(actual_s, self.CLIP * expected_s + 0.1)
+        self.count = min(self.count + 1, self.MEMORY)
+        weight = 1 / self.count
+        dx, dy = expected_s - self.x, actual_s - self.y
+        self.x += weight * dx
+        self.y += weight * dy
+        self.var += weight * ((1 - weight) * dx * dx - self.var)
+        self.cov += weight * ((1 - weight) * dx * dy - self.cov)
+
+    def corrected(self, expected_s: float) -> float:
+        """Return what ``expected_s`` will really be. A slope far from 1 needs evidence."""
+        if not self.count:
+            return expected_s
+        doubt = (0.2 * self.x) ** 2 + 1e-9
+        slope = min(2.0, max(0.5, (self.cov + doubt) / (self.var + doubt)))
+        return max(0.25 * expected_s, self.y + slope * (expected_s - self.x))
+
+
+class Estimator:
+    """Puts estimates together; keeps what was learned from outcomes, a few numbers."""
+
+    def __init__(self, slo: Slo) -> None:
+        self.slo = slo
+        self.lines = {"local": Line(), "remote": Line()}
+
+    def local(self, view: WorkerView, curve: StepCurve, need: Need, ahead: int) -> Estimate:
+        """Decode computes the prompt, in chunks beside its streams; ``ahead`` prompts of a chunk's
+        length may wait there."""
+        status = view.status
+        rows, context, unit = status.running, status.context_tokens, max(1, status.block_size)
+        most = max(unit, status.chunk_tokens)
+        chunk, middle = most, (need.cached + need.tokens) // 2
+        if rows:
+            chunk = curve.chunk_within(
+                self.slo.step_s, middle, most=most, unit=unit, rows=rows, context=context
+            )
+        queued = status.queued_tokens + view.placed_tokens
+        calm = curve.seconds(rows, context) if rows else 0.0
+        raw = calm / 2 + curve.prompt_seconds(0, queued, chunk, rows, context)
+        raw += curve.prompt_seconds(need.cached, need.tokens, chunk, rows, context)
+        once = min(chunk, need.rest)
+        step = curve.seconds(rows + once, context + pairs_of(middle, once))
+        steps = -(-need.rest // chunk)
+        return self._estimate(
+            view,
+            None,
+            need,
+            curve,
+            raw_s=raw,
+            step_s=step,
+            delay_s=rows * max(0.0, step - calm) * steps,
+            ready=queued == 0 or queued < ahead * most,
+        )
+
+    def remote(
+        self,
+        view: WorkerView,
+        prefill: WorkerView,
+        curves: tuple[StepCurve, StepCurve],
+        need: Need,
+        *,
+        ahead: int,
+        promised: int,
+    ) -> Estimate:
+        """``prefill`` computes the prompt into decode's arena; ``curves`` are decode's and its,
+        ``promised`` tokens wait here for it before this request."""
+        status = prefill.status
+        curve, prefill_curve = curves
+        chunk = max(1, status.chunk_tokens or status.block_size)
+        jobs = status.waiting + prefill.placed
+        queued = status.queued_tokens + prefill.placed_tokens + promised
+        each = queued // max(1, jobs)
+        raw = max(1, jobs) * prefill_curve.prompt_seconds(0, each, chunk)
+        raw += prefill_curve.prompt_seconds(need.cached, need.tokens, chunk)
+        raw += view.status.handover_us * 1e-6
+        rows, context = view.status.running, view.status.context_tokens
+        return self._estimate(
+            view,
+            prefill,
+            need,
+            curve,
+            raw_s=raw,
+            step_s=curve.seconds(rows + 1, context + need.tokens),
+            delay_s=0.0,
+            ready=jobs < ahead,
+        )
+
+    def learn(self, kind: str, raw_s: float, actual_s: float) -> None:
+        """The first token came ``actual_s`` after the request was placed."""
+        self.lines[kind].learn(raw_s, actual_s)
+
+    def _estimate(
+        self,
+        view: WorkerView,
+        prefill: WorkerView | None,
+        need: Need,
+        curve: StepCurve,
+        *,
+        raw_s: float,
+        step_s: float,
+        delay_s: float,
+        ready: bool,
+    ) -> Estimate:
+        slo, status = self.slo, view.status
+        kind = "local" if prefill is None else "remote"
+        ttft_s = need.waited_s + self.lines[kind].corrected(raw_s)
+        rows, context = status.running, status.context_tokens
+        calm = curve.seconds(rows, context) if rows else 0.0
+        stalled = rows if prefill is None and calm <= slo.itl_s < step_s else 0
+        # What is on its way there will be a row as well.
+        held = rows + status.waiting + view.placed
+        before = curve.seconds(held, context) if held else 0.0
+        after = curve.seconds(held + 1, context + need.tokens)
+        crowded = held if held and before <= slo.itl_s < after else 0
+        return Estimate(
+            decode=view.peer,
+            prefill=None if prefill is None else prefill.peer,
+            ready=ready,
+            raw_s=raw_s,
+            ttft_s=ttft_s,
+            step_s=step_s,
+            delay_s=delay_s,
+            late=ttft_s > slo.ttft_s,
+            stalled=stalled,
+            crowded=crowded,
+        )
