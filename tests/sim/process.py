@@ -160,7 +160,7 @@ class Process:
             block_size=size,
             block_bytes=cluster.layout.block_bytes,
             root=root,
-            step_s=None if slo is None else slo.step_s,
+            slo=slo,
             found=found,
             left=left,
         )

@@ -9,6 +9,7 @@ from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
+from baton.core.slo import Slo
 from baton.decode.io import (
     BlocksVerified,
     ProbeWriter,
@@ -59,6 +60,7 @@ class Decode(Playbook):
         writers: tuple[Peer, ...] = (P,),
         found: TakenOver | None = None,
         left: LastStep | None = None,
+        slo: Slo | None = None,
         **limits: Any,
     ) -> None:
         machine = DecodeMachine(
@@ -69,6 +71,7 @@ class Decode(Playbook):
             block_size=SIZE,
             block_bytes=64,
             root=b"root",
+            slo=slo,
             found=found,
             left=left,
         )

@@ -19,6 +19,7 @@ from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Outcome, Reason
+from baton.core.slo import Slo
 from baton.decode.admission import Admission
 from baton.decode.departure import MOVABLE, Departure
 from baton.decode.handover import Handover
@@ -87,8 +88,8 @@ class DecodeMachine:
     """One decode worker. ``Machine[Event, Command]``.
 
     ``found`` is what it has of the arena, if that was taken over; else all of it is free. ``left``
-    is the step that the incarnation before it left. With ``step_s`` a chunk of a prompt beside
-    running sequences is as long as it can be without steps that take longer.
+    is the step that the incarnation before it left. With an ``slo`` a chunk of a prompt beside
+    running sequences is as long as their steps may take.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class DecodeMachine:
         block_size: int,
         block_bytes: int,
         root: bytes,
-        step_s: float | None = None,
+        slo: Slo | None = None,
         found: TakenOver | None = None,
         left: LastStep | None = None,
     ) -> None:
@@ -109,7 +110,7 @@ class DecodeMachine:
         assert pool.total == blocks_total
         self.state = State(me, limits, pool, arena, block_size, block_bytes, root)
         self.handover = Handover(self.state, {} if found is None else found.quarantined)
-        self.scheduler = Scheduler(self.state, self.handover, step_s)
+        self.scheduler = Scheduler(self.state, self.handover, slo)
         self.imports = Imports(self.state)
         self.admission = Admission(self.state, self.handover, self.imports, self.scheduler)
         self.output = Output(self.state)

@@ -13,6 +13,7 @@ freezes.
 from __future__ import annotations
 
 from baton.core.outcomes import Reason
+from baton.core.slo import Slo
 from baton.decode.handover import Handover
 from baton.decode.io import RunStep
 from baton.decode.sequence import Sequence, Stage
@@ -26,10 +27,10 @@ from baton.wire.messages import AttemptId
 class Scheduler:
     """Builds steps over the sequences of one decode worker."""
 
-    def __init__(self, state: State, handover: Handover, step_s: float | None = None) -> None:
+    def __init__(self, state: State, handover: Handover, slo: Slo | None = None) -> None:
         self.state = state
         self.handover = handover
-        self.step_s = step_s
+        self.slo = slo
         self.step = 0
         self.step_since: float | None = None
         self.rows: tuple[Row, ...] = ()
@@ -117,14 +118,12 @@ class Scheduler:
     def _chunk(self, rows: list[Row], begin: int) -> int:
         """Return how many prompt tokens, from ``begin`` on, go into a step with ``rows``."""
         most = self.state.limits.local_prefill_chunk_tokens
-        curve = self.state.figures.steps.curve() if self.step_s is not None and rows else None
-        if curve is None or self.step_s is None or not curve.tokens:
+        if self.slo is None or not rows:
             return most
-        context = sum(row.start for row in rows)
-        size = self.state.block_size
-        return curve.chunk_within(
-            self.step_s, begin, most=most, unit=size, rows=len(rows), context=context
-        )
+        curve, unit = self.state.figures.steps.curve(), self.state.block_size
+        count, context = len(rows), sum(row.start for row in rows)
+        limit_s = self.slo.step_s(curve.seconds(count, context))
+        return curve.chunk_within(limit_s, begin, most=most, unit=unit, rows=count, context=context)
 
     def _stands(self, row: Row) -> bool:
         seq = self.state.sequences.get(row.request_id)

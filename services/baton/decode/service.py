@@ -40,7 +40,6 @@ def build(context: Context) -> Service:
     sources = ShmSources(config.arena.dir, config.cluster.name, model.layout, model.compat)
     engine.attach(arena.ref.file_id, arena.memory)
     record = open_step_record(context)
-    slo = config.adaptive_slo()
     machine = DecodeMachine(
         context.me,
         config.limits,
@@ -49,7 +48,7 @@ def build(context: Context) -> Service:
         block_size=model.layout.block_size,
         block_bytes=model.layout.block_bytes,
         root=chain_root(repr(model.compat)),
-        step_s=None if slo is None else slo.step_s,
+        slo=config.adaptive_slo(),
         found=found,
         left=record.left,
     )

@@ -86,12 +86,17 @@ class Estimate:
 
 @dataclass(slots=True)
 class Line:
-    """What first tokens really took against what was expected: a moving line through both."""
+    """What first tokens really took against what was expected: a moving line through both, fitted
+    to relative errors, so that short waits count as much as long ones.
+
+    ``real / expected`` is looked at as a function of ``1 / expected``: its slope is the time that
+    every request takes more, whatever its length."""
 
     count: int = 0
-    x: float = 0.0
-    y: float = 0.0
+    ratio: float = 0.0
+    inverse: float = 0.0
     var: float = 0.0
+    """Of the inverse."""
     cov: float = 0.0
 
     #: The last so many requests count.
@@ -101,22 +106,27 @@ class Line:
 
     def learn(self, expected_s: float, actual_s: float) -> None:
         """``expected_s`` by the workers' figures, ``actual_s`` in truth."""
+        expected_s = max(expected_s, 0.001)
         actual_s = min(actual_s, self.CLIP * expected_s + 0.1)
         self.count = min(self.count + 1, self.MEMORY)
         weight = 1 / self.count
-        dx, dy = expected_s - self.x, actual_s - self.y
-        self.x += weight * dx
-        self.y += weight * dy
+        dx, dy = 1 / expected_s - self.inverse, actual_s / expected_s - self.ratio
+        self.inverse += weight * dx
+        self.ratio += weight * dy
         self.var += weight * ((1 - weight) * dx * dx - self.var)
         self.cov += weight * ((1 - weight) * dx * dy - self.cov)
 
     def corrected(self, expected_s: float) -> float:
-        """Return what ``expected_s`` will really be. A slope far from 1 needs evidence."""
+        """Return what ``expected_s`` will really be. Without evidence of the contrary what is more
+        does not depend on the length."""
         if not self.count:
             return expected_s
-        doubt = (0.2 * self.x) ** 2 + 1e-9
-        slope = min(2.0, max(0.5, (self.cov + doubt) / (self.var + doubt)))
-        return max(0.25 * expected_s, self.y + slope * (expected_s - self.x))
+        doubt = (0.05 * self.inverse) ** 2
+        usual = (self.ratio - 1) / self.inverse
+        more_s = (self.cov + doubt * usual) / (self.var + doubt)
+        slope = min(2.0, max(0.5, self.ratio - more_s * self.inverse))
+        more_s = (self.ratio - slope) / self.inverse
+        return max(0.25 * expected_s, more_s + slope * expected_s)
 
 
 class Estimator:
@@ -133,12 +143,13 @@ class Estimator:
         rows, context, unit = status.running, status.context_tokens, max(1, status.block_size)
         most = max(unit, status.chunk_tokens)
         chunk, middle = most, (need.cached + need.tokens) // 2
+        calm = curve.seconds(rows, context) if rows else 0.0
         if rows:
+            limit_s = self.slo.step_s(calm)
             chunk = curve.chunk_within(
-                self.slo.step_s, middle, most=most, unit=unit, rows=rows, context=context
+                limit_s, middle, most=most, unit=unit, rows=rows, context=context
             )
         queued = status.queued_tokens + view.placed_tokens
-        calm = curve.seconds(rows, context) if rows else 0.0
         raw = calm / 2 + curve.prompt_seconds(0, queued, chunk, rows, context)
         raw += curve.prompt_seconds(need.cached, need.tokens, chunk, rows, context)
         once = min(chunk, need.rest)
