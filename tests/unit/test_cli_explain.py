@@ -70,6 +70,23 @@ def test_the_story_in_words(tmp_path: Path) -> None:
     assert "unheard_of x=1" in text
 
 
+def test_what_was_expected_of_a_way_is_told_with_what_came(tmp_path: Path) -> None:
+    """The way that was chosen, the others, and later the difference."""
+    at = "2026-01-01T00:00:0{}Z".format
+    mine: dict[str, object] = {"request_id": "cmpl-1", "epoch": 1}
+    why = "prefill-0 for decode-0 60 ms; other ways: decode-0 90 ms, delays others by 40 ms"
+    held = {"way": "remote", "expected_ms": 60.0, "actual_ms": 66.0, "regret_ms": 0.0}
+    _log(
+        tmp_path,
+        "router-0.log",
+        {"ts": at(1), "event": "chosen", "decode": "decode-0/1", "why": why, **mine},
+        {"ts": at(2), "event": "forecast_held_against", **held, **mine},
+    )
+    text = "\n".join(told("cmpl-1", None, time_line(tmp_path, "cmpl-1")))
+    assert f"takes decode-0/1: {why}" in text
+    assert "first token after 66.0 ms (remote), 60.0 ms were expected; regret 0.0 ms" in text
+
+
 def test_the_choices_of_a_request_are_told_with_it(tmp_path: Path) -> None:
     """With ``n`` 2 there are two requests behind one id; one that only begins alike is not."""
     at = "2026-01-01T00:00:01Z"

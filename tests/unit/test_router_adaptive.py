@@ -200,7 +200,7 @@ def test_what_was_expected_is_held_against_what_came() -> None:
     assert errors[0] > 0.3 and errors[-1] < 0.05
     chosen = [each for each in play.all if isinstance(each, Note) and each.event == "chosen"][-1]
     assert "prefill-0 for decode-0" in str(chosen.fields["why"])
-    assert "next best: decode-0" in str(chosen.fields["why"])
+    assert "other ways: decode-0 " in str(chosen.fields["why"])
     held = [each for each in play.all if isinstance(each, Note)]
     told = [each.fields for each in held if each.event == "forecast_held_against"][-1]
     assert told["actual_ms"] == 900.0 and told["way"] == "remote"

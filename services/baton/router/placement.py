@@ -178,9 +178,9 @@ class Placement:
         if found is None:
             return None
         best, *others = found
-        why = f"{best.words()}; {len(others)} other ways"
+        why = best.words()
         if others:
-            why += f", the next best: {others[0].words()}"
+            why += "; other ways: " + "; ".join(way.words() for way in others)
         return Place(best.decode, best.prefill, why=why, estimates=found)
 
     def could_move(self, entry: Entry, now: float) -> bool:
