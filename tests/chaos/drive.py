@@ -247,10 +247,10 @@ class Run:
             await self._ready_after(done)
 
     async def _prefill_works(self) -> None:
-        """Wait until one of them has something in hand (at most a second)."""
+        """Wait until one of them has two requests in hand (at most a second)."""
         for _ in range(100):
             owned = await asyncio.to_thread(self.place.owned)
-            if any(peer.startswith("prefill") and requests for peer, requests in owned.items()):
+            if any(peer.startswith("prefill") and len(had) > 1 for peer, had in owned.items()):
                 return
             await asyncio.sleep(0.01)
 

@@ -57,10 +57,10 @@ PARTS = {
             "real model, kills under half load",
             _REAL_MODEL,
             REAL,
-            200,
-            9,
+            400,
+            12,
             clusters=1,
-            clients=6,
+            clients=8,
             real=True,
         ),
     )

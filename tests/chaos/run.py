@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ def main() -> int:
     options = _options()
     if options.share:
         return _one_share(options)
+    # As Ctrl-C: what runs below is ended in order, clusters and all.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not options.append:
         shutil.rmtree(options.slices, ignore_errors=True)
     options.slices.mkdir(parents=True, exist_ok=True)
@@ -73,7 +76,7 @@ def _part(part: Part, options: argparse.Namespace) -> int:
     clusters = options.clusters or part.clusters
     total = options.faults or part.faults
     say(f"== {part.title}: {total} faults on {clusters} clusters")
-    children = []
+    children: list[subprocess.Popen[bytes]] = []
     for number in range(clusters):
         faults = total // clusters + (number < total % clusters)
         command = [
@@ -83,8 +86,15 @@ def _part(part: Part, options: argparse.Namespace) -> int:
             *("--evidence", str(options.evidence / f"{part.name}-{options.seed}-{number}")),
             *("--only", *options.only, "--skip", *options.skip),
         ]
-        children.append(subprocess.Popen(command))
-    return sum(child.wait() != 0 for child in children)
+        children.append(subprocess.Popen(command, start_new_session=True))
+    try:
+        return sum(child.wait() != 0 for child in children)
+    except KeyboardInterrupt:
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.wait()
+        raise
 
 
 def _one_share(options: argparse.Namespace) -> int:
@@ -112,6 +122,9 @@ def _one_share(options: argparse.Namespace) -> int:
 
 
 async def _run(share: Share) -> dict[str, Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     shutil.rmtree(share.evidence, ignore_errors=True)
     async with place(share.part.settings) as there:
         bad = True
