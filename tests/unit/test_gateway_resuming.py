@@ -208,6 +208,26 @@ def test_an_answer_is_kept_by_the_ledger() -> None:
     assert not other.machine.state.kept
 
 
+def test_an_end_that_overtakes_its_reader_waits_for_it() -> None:
+    """A client that comes back at the very end is told of it, whatever the ledger says first; one
+    that never reads is not waited for longer than the window."""
+    for reads in (True, False):
+        play = Gateway()
+        play.opened()
+        play.do(ReaderGone("c"))
+        play.do(CLAIM)
+        claim = play.op(ClaimResumable)
+        play.tokens(0, 50, 51, finish=FinishReason.STOP)
+        play.feed(LedgerAnswered(claim, given(1)), Like(Ready, submit=False))
+        play.answered(given(1), kind=CloseResumable)
+        if reads:
+            told = Like(Deliver, index=0, ids=(50, 51), finish=FinishReason.STOP)
+            play.feed(ReaderBack("c"), told, Like(End, request_id="c"))
+        else:
+            play.wait(WINDOW_MS / 1000 + 1)
+        assert not play.machine.state.kept
+
+
 def test_the_ledger_is_told_of_the_end_until_it_answers() -> None:
     """At most as long as the answer would be kept; meanwhile it is here."""
     play = Gateway()

@@ -225,7 +225,7 @@ class Resuming:
         kept = self.state.kept.get(event.resumable_id)
         if kept is None:
             return []
-        kept.away_since = None
+        kept.away_since, kept.awaited = None, False
         commands: list[Command] = []
         for choice in kept.choices:
             session = self.state.session_of(choice)
@@ -362,6 +362,7 @@ class Resuming:
         return [*commands, *self._ready(claim, kept, way, submit=True)]
 
     def _ready(self, claim: str, kept: Kept, way: str, *, submit: bool) -> list[Command]:
+        kept.awaited = not submit
         ready = Ready(claim, kept.resumable_id, kept.recipe, kept.window_ms, submit)
         return [ready, _note("resumable_ready", kept, way=way), _count(way)]
 
@@ -406,6 +407,10 @@ class Resuming:
         if unanswered and now < kept.closing_until:
             self._due.set(kept.resumable_id, now + kept.wait_s)
             kept.wait_s = min(2 * kept.wait_s, CLOSE_AGAIN_MAX_S)
+        elif kept.awaited:
+            # Its reader was told that it is here, and comes for it any moment.
+            kept.closing = None
+            self._due.set(kept.resumable_id, now + kept.window_ms / 1000)
         else:
             self._forget(kept)
         return []
