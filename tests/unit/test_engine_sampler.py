@@ -108,6 +108,23 @@ def test_the_short_cut_of_top_p_equals_a_full_sort(seed: int, top_p: float, top_
     assert got == wanted
 
 
+@settings(max_examples=60)
+@given(st.integers(0, 2**32), st.sampled_from([1, 255, 256, 257, 3_000]), st.booleans())
+def test_a_draw_from_all_ids_is_the_inverse_of_their_mass(
+    seed: int, size: int, masked: bool
+) -> None:
+    """Summing by stretches gives the id that one running sum gives."""
+    logits = np.random.default_rng(seed).normal(0, 3, size).astype(np.float32)
+    allowed = tuple(range(0, size, 7)) if masked else ()
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    if masked:
+        weights = np.where(np.arange(size) % 7 == 0, weights, 0.0)
+    mass = np.cumsum(weights)
+    wanted = int(np.searchsorted(mass, uniform(seed, 0, 3) * mass[-1], side="right"))
+    got = choose(logits, index=3, seed=seed, allowed_token_ids=allowed).token_id
+    assert got == wanted
+
+
 def test_repetition_penalty_looks_at_prompt_and_output() -> None:
     """Positive logits are divided, negative ones multiplied, each id once."""
     assert choose(temperature=0.0, repetition_penalty=2.0, prompt=(1, 1)).token_id == 3

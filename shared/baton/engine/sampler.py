@@ -26,8 +26,11 @@ F64 = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 _MASK_64 = 2**64 - 1
-#: Candidates looked at before the whole vocabulary is sorted for top_p.
-_HEAD = 256
+#: Candidates looked at, in turn, before the whole vocabulary is sorted for top_p:
+#: a full sort takes longer than a step.
+_HEADS = (256, 4_096)
+#: Summed at a time where a draw goes through the whole vocabulary.
+_STRETCH = 256
 
 
 class SamplingFailed(ValueError):
@@ -93,6 +96,7 @@ def sample(logits: F32, spec: SampleSpec) -> Sampled:
     if not np.isfinite(scores[token]):
         raise SamplingFailed(f"the masks leave no token to choose at output index {spec.index}")
     if params.temperature != 0:
+        scores -= scores[token]
         token = _draw(scores, params, spec.index)
     return Sampled(token, _logprob(logits, token, params.logprobs))
 
@@ -137,14 +141,18 @@ def _masked(scores: F64, spec: SampleSpec) -> F64:
 
 
 def _draw(scores: F64, params: SamplingParams, index: int) -> int:
-    """Draw by inverse transform: in order of ids, or from the best down where a filter cuts."""
-    scaled = (scores - scores.max()) / params.temperature
-    weights = np.exp(scaled)
+    """Draw by inverse transform: in order of ids, or from the best down where a filter cuts.
+
+    ``scores``, of which the largest is 0, are used up: fresh memory of that size costs more than
+    what is computed in it.
+    """
+    scores /= params.temperature
+    weights = np.exp(scores, out=scores)
     point = uniform(params.seed, params.choice, index)
     if params.min_p > 0:
         weights[weights < params.min_p] = 0.0  # the largest weight is exp(0) = 1
     if params.top_k <= 0 and params.top_p >= 1.0:
-        return _inverse(weights, point)
+        return _inverse_of_all(weights, point)
     kept = _filtered(weights, params)
     return int(kept[_inverse(weights[kept], point)])
 
@@ -155,10 +163,11 @@ def _filtered(weights: F64, params: SamplingParams) -> Ids:
         best = _best(weights, min(params.top_k, weights.size))
         whole = float(weights[best].sum())
     else:
-        best = _best(weights, min(_HEAD, weights.size))
         whole = float(weights.sum())
-        if weights[best].sum() < params.top_p * whole:
-            best = _best(weights, weights.size)
+        for count in (*_HEADS, weights.size):
+            best = _best(weights, min(count, weights.size))
+            if weights[best].sum() >= params.top_p * whole:
+                break
     if params.top_p >= 1.0:
         return best
     mass = np.cumsum(weights[best])
@@ -178,6 +187,25 @@ def _best(values: F64, count: int) -> Ids:
         ids = np.arange(values.size)
     order = np.argsort(-values[ids], kind="stable")
     return ids[order][:count]
+
+
+def _inverse_of_all(weights: F64, point: float) -> int:
+    """Return the same as :func:`_inverse` but for roundings: by sums of stretches first, since
+    adding one number after the other is the slowest part of a draw."""
+    even = weights.size - weights.size % _STRETCH
+    sums = weights[:even].reshape(-1, _STRETCH).sum(axis=1)
+    mass = np.cumsum(np.append(sums, weights[even:].sum()))
+    aim = point * mass[-1]
+    stretch = int(np.searchsorted(mass, aim, side="right"))
+    if stretch >= mass.size:  # rounding put the point on the total itself
+        return int(np.flatnonzero(weights)[-1])
+    start = stretch * _STRETCH
+    part = weights[start : start + _STRETCH]
+    before = mass[stretch - 1] if stretch else 0.0
+    found = int(np.searchsorted(np.cumsum(part), aim - before, side="right"))
+    if found >= part.size:  # the same on the total of the stretch
+        found = int(np.flatnonzero(part)[-1])
+    return start + found
 
 
 def _inverse(weights: F64, point: float) -> int:
