@@ -53,6 +53,19 @@ def test_one_wild_time_does_not_spoil_the_others() -> None:
     assert line.corrected(0.1) < 0.12
 
 
+def test_a_machine_that_has_become_faster_is_believed_soon() -> None:
+    """Twenty requests after a slow time its forecasts are right again."""
+    chance, line = random.Random(5), Line()
+    for factor in (3.0, 1.0):
+        for _ in range(20):
+            expected = chance.uniform(0.05, 1.5)
+            line.learn(expected, factor * expected)
+    assert line.corrected(0.5) < 0.75
+    for _ in range(20):
+        line.learn(0.5, 0.5)
+    assert line.corrected(0.5) == pytest.approx(0.5, rel=0.1)
+
+
 def test_a_remote_way_is_its_queue_its_chunks_and_the_hand_over() -> None:
     """Two prompts of 256 tokens wait there, 300 of 400 tokens are to be computed."""
     estimator = Estimator(Slo(2.0, 0.1))

@@ -99,15 +99,18 @@ class Line:
     """Of the inverse."""
     cov: float = 0.0
 
-    #: The last so many requests count.
-    MEMORY = 32
-    #: Wider apart than that something else went on than what is estimated here.
-    CLIP = 4.0
+    #: The last so many requests count: a machine's speed changes with what else it does.
+    MEMORY = 12
+    #: So many times later than it was expected something else went on: it counts as so much.
+    CLIP = 2.0
 
     def learn(self, expected_s: float, actual_s: float) -> None:
         """``expected_s`` by the workers' figures, ``actual_s`` in truth."""
         expected_s = max(expected_s, 0.001)
-        actual_s = min(actual_s, self.CLIP * expected_s + 0.1)
+        if self.count:
+            actual_s = min(actual_s, self.CLIP * self.corrected(expected_s))
+        else:
+            actual_s = min(actual_s, self.CLIP * expected_s + 0.1)
         self.count = min(self.count + 1, self.MEMORY)
         weight = 1 / self.count
         dx, dy = 1 / expected_s - self.inverse, actual_s / expected_s - self.ratio

@@ -18,8 +18,8 @@ import msgspec
 
 #: Cells are half octaves: 1, 2, 3, 4-5, 6-7, 8-11, 12-15 ... tokens; the last one is open.
 CELLS = 26
-#: The last so many steps of a cell count.
-MEMORY = 32
+#: The last so many steps of a cell count: a machine's speed changes with what else it does.
+MEMORY = 16
 #: A step that took longer than so many times its cell's mean counts as that much: the machine was
 #: busy with something else.
 OUTLIER = 3.0
