@@ -19,9 +19,11 @@ from baton.ports.ledger import (
     Done,
     EndRequest,
     FindOrphans,
+    FindOwned,
     LeaseHeld,
     LeaseLost,
     Orphans,
+    Owned,
     PlaceRequest,
     ReleaseLease,
     RenewLease,
@@ -386,6 +388,16 @@ def test_only_owners_end_a_request(bench: LedgerBench) -> None:
     assert bench.ask(EndRequest("r1", 1, CANCELLED, DECODE)) == Done(1, S.CANCELLED, 1)
 
 
+def test_who_has_a_higher_turn_than_the_record_may_end_it(bench: LedgerBench) -> None:
+    """The ledger has lost that the request was moved: its last gateway is not in the record."""
+    acquire(bench, GATEWAY, ROUTER)
+    bench.ask(AdoptRequest(spec(), ROUTER, 3, 1))
+    for turn in (0, 2, 3):
+        op = EndRequest("r1", 1, CANCELLED, GATEWAY_2, turn)
+        assert bench.ask(op) == Conflict(1, S.ADMITTED)
+    assert bench.ask(EndRequest("r1", 1, CANCELLED, GATEWAY_2, 4)) == Done(1, S.CANCELLED)
+
+
 def test_requests_of_the_lost_are_found_and_ended(bench: LedgerBench) -> None:
     """(104) Whoever sweeps is told which requests have an owner without a lease; where neither
     gateway nor router has one it may end them, and nobody else's."""
@@ -417,6 +429,21 @@ def test_nobody_is_an_orphan_while_the_ledger_is_in_rebuild(bench: LedgerBench) 
     acquire(bench, ROUTER)
     bench.ask(AdoptRequest(spec(), ROUTER_2, 2, 1))
     assert bench.ask(FindOrphans(ROUTER, TTL, 10)) == Orphans(())
+
+
+def test_a_process_is_told_what_live_records_name_it(bench: LedgerBench) -> None:
+    """Those of its own incarnation, whoever else is in them; what is over names nobody."""
+    for name in ("r1", "r2", "r3"):
+        bench.ask(AdmitRequest(spec(name), ROUTER))
+    bench.ask(PlaceRequest("r2", 1, ROUTER, DECODE, PREFILL))
+    assert bench.ask(FindOwned(GATEWAY, 10)) == Owned(("r1", "r2", "r3"))
+    assert bench.ask(FindOwned(GATEWAY, 2)) == Owned(("r1", "r2"))
+    assert bench.ask(FindOwned(DECODE, 10)) == Owned(("r2",))
+    before = Peer(GATEWAY.worker_id, GATEWAY.incarnation - 1)
+    for nobody in (before, GATEWAY_2, PREFILL_2, Peer(GATEWAY.worker_id[:-2], 1)):
+        assert bench.ask(FindOwned(nobody, 10)) == Owned(())
+    bench.ask(EndRequest("r1", 1, CANCELLED, GATEWAY))
+    assert bench.ask(FindOwned(GATEWAY, 10)) == Owned(("r2", "r3"))
 
 
 def test_another_epoch_changes_nothing(bench: LedgerBench) -> None:

@@ -22,8 +22,10 @@ from baton.ports.ledger import (
     AnyOp,
     EndRequest,
     FindOrphans,
+    FindOwned,
     LeaseHeld,
     LeaseLost,
+    Owned,
     PlaceRequest,
     ReleaseLease,
     RenewLease,
@@ -74,7 +76,12 @@ REQUEST_OPS = st.one_of(
         st.sampled_from([None, PREFILL]),
     ),
     st.builds(RetryRequest, IDS, EPOCHS, ROUTERS, st.integers(0, 2)),
-    st.builds(EndRequest, IDS, EPOCHS, OUTCOMES, st.sampled_from([GATEWAY, DECODE, ROUTER])),
+    st.builds(
+        EndRequest,
+        *(IDS, EPOCHS, OUTCOMES, st.sampled_from([GATEWAY, DECODE, ROUTER])),
+        st.sampled_from([0, 0, 1, 3]),
+    ),
+    st.builds(FindOwned, st.sampled_from([GATEWAY, DECODE, ROUTER]), st.sampled_from([0, 9])),
 )
 LEASE_OPS = st.one_of(
     st.builds(AcquireLease, st.builds(member, INCARNATIONS), st.just(TTL)),
@@ -99,6 +106,8 @@ def comparable(answer: Reply | Unavailable) -> object:
             return ("held", answer.rebuilding, answer.members, answer.lost)
         case LeaseLost():
             return "lost"
+        case Owned():
+            return ("owned", sorted(answer.request_ids))  # ordered by clocks that differ
         case _:
             return answer
 

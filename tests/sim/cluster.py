@@ -26,7 +26,7 @@ from baton.ports.engine import Row
 from baton.ports.transport import Received
 from baton.sim.channel import SimHost
 from baton.sim.clock import VirtualClock
-from baton.sim.ledger import SimLedger
+from baton.sim.ledger import LedgerModel, SimLedger
 from baton.sim.network import CALM, Faults, SimNetwork, SimTransport
 from baton.wire.messages import LastStep, TokensWanted
 from sim.clients import Clients
@@ -58,6 +58,8 @@ class Scenario:
     freezes: int = 0
     cancels: int = 0
     ledger_faults: int = 0
+    fail_overs: int = 0
+    """Times the ledger goes on with what it had a moment before."""
     gateway_kills: int = 0
     poisons: int = 0
     """Requests that end whatever process computes a certain token of them."""
@@ -143,6 +145,7 @@ def draw(seed: int) -> Scenario:
         gateway_freezes=0 if calm else random.choice((0, 0, 0, 2)),
         abandons=random.choice((0, 0, 2)),
         slo=random.choice((None, None, None, *SLOS)),
+        fail_overs=0 if calm else random.choice((0, 0, 0, 1, 2)),
     )
 
 
@@ -178,7 +181,7 @@ class Cluster:
         self.step_records: dict[str, LastStep] = {}
         """What each worker's file says of its step in flight: it outlives the process."""
         self.wiped = False
-        """The ledger has lost everything at some time."""
+        """The ledger has lost something at some time."""
         self.clients = Clients(self)
         names = [(Role.GATEWAY, f"gateway-{n}") for n in range(self.scenario.gateways)]
         names += [(Role.ROUTER, f"router-{n}") for n in range(self.scenario.routers)]
@@ -321,6 +324,8 @@ class Cluster:
             self._isolate(clock.random.uniform(0, scenario.spread_s))
         for _ in range(scenario.ledger_faults):
             self._disturb_ledger(clock.random.uniform(0, scenario.spread_s))
+        for _ in range(scenario.fail_overs):
+            self._fail_over(clock.random.uniform(0, scenario.spread_s))
         for _ in range(scenario.gateway_kills):
             clock.call_later(clock.random.uniform(0, scenario.spread_s), self._kill_gateway)
         for _ in range(scenario.gateway_freezes):
@@ -444,6 +449,22 @@ class Cluster:
     def _wipe(self) -> None:
         self.wiped = True
         self.ledger.wipe()
+
+    def _fail_over(self, at: float) -> None:
+        """The ledger's last writes are lost with its primary."""
+        clock, ledger = self.clock, self.ledger
+
+        def part() -> None:
+            replica = ledger.replica()
+            clock.call_later(lag, lambda: fail_over(replica))
+
+        def fail_over(replica: LedgerModel) -> None:
+            self.tell("ledger", "failed_over", {"lost_s": lag})
+            self.wiped = True
+            ledger.fail_over(replica)
+
+        lag = clock.random.choice((0.02, 0.2, 1.0))
+        clock.call_later(max(0.0, at - lag), part)
 
     def calm_down(self) -> None:
         """The faults stop."""

@@ -24,6 +24,7 @@ from baton.decode.machine import DecodeMachine
 from baton.decode.sequence import Sequence
 from baton.gateway.attempts import Attempts
 from baton.gateway.session import Session
+from baton.gateway.unknown import UnknownSweep
 from baton.ports.channel import BlockCheck
 from baton.sim.channel import SimArena, SimMapped
 from baton.sim.ledger import LedgerModel
@@ -160,6 +161,10 @@ def no_move_of_the_record(patch: Patch) -> None:
     patch.setattr(LedgerModel, "_adopt", mutant)
 
 
+def no_look_for_unknown_records(patch: Patch) -> None:
+    patch.setattr(UnknownSweep, "time_passed", lambda self, now: [])
+
+
 def any_router_at_the_gateway(patch: Patch) -> None:
     received = Attempts.received
 
@@ -255,6 +260,11 @@ MUTATIONS = {
             routers=2, decodes=2, requests=40, max_tokens=(200,), isolations=4, isolated="router-0"
         ),
         ("effect of a lower epoch or turn",),
+    ),
+    "gateways do not look for records that they do not know": Mutation(
+        no_look_for_unknown_records,
+        Scenario(decodes=2, gateways=2, requests=40, fail_overs=3),
+        ('left behind: ["ledger: ',),
     ),
     "blocks dropped in mid step are lost": Mutation(
         no_end_of_a_drop,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from functools import partial
 from random import Random
@@ -74,13 +75,14 @@ class LedgerBench(Protocol):
         ...
 
 
-class _Asking:
+class _Asking(ABC):
     """The part that both benches share, over their ``ledger`` and ``wait``."""
 
     ledger: Ledger
 
+    @abstractmethod
     def wait(self, finished: Callable[[], bool]) -> None:
-        raise NotImplementedError
+        """Let the ledger work until ``finished``."""
 
     def ask_all(self, ops: list[AnyOp]) -> list[tuple[int, Reply | Unavailable]]:
         answers: list[tuple[int, Reply | Unavailable]] = []

@@ -18,7 +18,7 @@ from baton.core.events import TimePassed
 from baton.core.ids import Member, Peer, Role
 from baton.core.sampling import SamplingParams
 from baton.ports.driving import CallLedger, Measure, Note, RecordStep, Send
-from baton.ports.ledger import FindOrphans
+from baton.ports.ledger import FindOrphans, FindOwned
 from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.runtime.catalogue import CATALOGUE
 from baton.wire.messages import PoolStatus, RequestSpec, WorkerStatus
@@ -125,9 +125,9 @@ class Playbook:
         raise AssertionError("the machine asks to be woken for ever")
 
     def last(self, kind: type[T]) -> T:
-        """Return the last command of ``kind``; a router's regular look through the ledger aside."""
+        """Return the last command of ``kind``; a regular look through the ledger aside."""
         found = (command for command in reversed(self.all) if isinstance(command, kind))
-        return next(command for command in found if not _is_sweep(command))
+        return next(command for command in found if not is_look(command))
 
     def messages(self, kind: type[T], peer: Peer | None = None) -> list[T]:
         """Return every message of ``kind`` sent so far (to ``peer``)."""
@@ -140,12 +140,13 @@ class Playbook:
         ]
 
 
-def _is_sweep(command: object) -> bool:
-    return isinstance(command, CallLedger) and isinstance(command.op, FindOrphans)
+def is_look(command: object) -> bool:
+    """Whether it is a regular look through the ledger."""
+    return isinstance(command, CallLedger) and isinstance(command.op, FindOrphans | FindOwned)
 
 
 def _aside(command: object) -> bool:
-    if _is_sweep(command):
+    if is_look(command):
         return True
     if isinstance(command, Send):
         return isinstance(command.message, WorkerStatus | PoolStatus)

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from baton.core.events import DrainRequested, LeaseChanged
+from baton.core.events import DrainRequested, LeaseChanged, TimePassed
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
@@ -33,7 +33,9 @@ from baton.ports.ledger import (
     Closing,
     Denial,
     Denied,
+    FindOwned,
     OpenResumable,
+    Owned,
     Repeated,
     Resumable,
     Unavailable,
@@ -68,7 +70,8 @@ def wanted(**fields: Any) -> ResumableWanted:
 
 def given(turn: int, again: int = 0, answer: bytes = b"", **fields: Any) -> Resumable:
     values: dict[str, Any] = {"repeat": "", "requests": ("c",), "recipe": b"recipe", **fields}
-    return Resumable(turn, again, WINDOW_MS, closed=bool(answer), answer=answer, **values)
+    former = max(0, turn - 1)
+    return Resumable(turn, former, again, WINDOW_MS, closed=bool(answer), answer=answer, **values)
 
 
 def spec(name: str = "c") -> RequestSpec:
@@ -399,6 +402,26 @@ def test_a_client_may_cancel() -> None:
     play.do(CancelWanted("c"))
     assert [end.outcome.reason for end in play.ends()] == [Reason.CLIENT_CANCELLED]
     assert closing(play).closed is Closing.OVER
+
+
+def test_what_was_left_to_others_is_not_ended_from_here_while_somebody_may_come() -> None:
+    """Its record names this gateway until another one claims it: within the longest window."""
+    play = Gateway()
+    play.opened()
+    play.feed(ReaderGone("c"), sent(D, TokensBounded))
+    play.do(Received(R, RequestResumed("c", 1 << 16)))
+    assert not play.machine.state.sessions
+    limits = play.machine.state.limits
+    patience_s = (limits.resume_max_ms + limits.recovery_ms) / 1000
+    began, ends = play.now, 0
+    while play.now < began + patience_s + 5:
+        play.now += 1.0
+        for command in play.do(TimePassed()):
+            if isinstance(command, CallLedger) and isinstance(command.op, FindOwned):
+                found = play.do(LedgerAnswered(command.op, Owned(("c",))))
+                ends += any(isinstance(each, CallLedger) for each in found)
+        assert not ends or play.now > began + patience_s
+    assert ends
 
 
 def test_a_gateway_that_goes_away_leaves_its_resumables_to_others() -> None:

@@ -216,7 +216,7 @@ def test_a_router_that_comes_too_late_lets_go() -> None:
     """The ledger has seen a higher turn: whoever has that answers for it."""
     play = Router()
     play.hear(G, submission(), call(AdoptRequest))
-    play.answered(Conflict(1, R.DECODING))
+    play.answered(Conflict(1, R.DECODING, turn=9))
     assert not play.machine.state.entries
 
 
@@ -271,6 +271,20 @@ def test_a_record_that_the_ledger_lost_is_made_again(phase: str) -> None:
     play.answered(Adopted(1, R.ADMITTED, 0, 0, None, None), call(pending, epoch=1))
 
 
+def test_a_record_that_went_back_to_another_router_is_ours_again() -> None:
+    """(DESIGN 4.10) The ledger has lost that it was moved: its turn says so. What that router has
+    placed meanwhile, not knowing better, is left for the next epoch."""
+    play = adopted()
+    play.failed(D, Reason.INTEGRITY, Like(Send), Like(Send), FENCE)
+    play.fenced(call(RetryRequest, epoch=1))
+    play.answered(Conflict(1, R.ADMITTED, turn=1), call(AdoptRequest, turn=2, epoch=1))
+    play.answered(Adopted(1, R.ADMITTED, 1, 0, None, None), call(RetryRequest, epoch=1))
+    play.answered(Done(2, R.ADMITTED, 1), call(PlaceRequest, epoch=2))
+    play.answered(Conflict(2, R.PLACED, turn=1), call(AdoptRequest, turn=2, epoch=2))
+    play.answered(Adopted(2, R.PLACED, 2, 0, D, P), call(PlaceRequest, epoch=2))
+    play.answered(Conflict(2, R.PLACED, turn=2), sent(G, FenceRequest, epoch=3))
+
+
 def test_a_ledger_that_was_emptied_learns_what_stands() -> None:
     """(44) The lease was lost and is held again: every request is announced as it is; one that
     another router has is let go."""
@@ -283,7 +297,7 @@ def test_a_ledger_that_was_emptied_learns_what_stands() -> None:
     play.feed(LeaseChanged(LeaseState.HELD), placed, call(AdoptRequest, decode=None))
     ops = [each.op for each in play.all if isinstance(each, CallLedger)][-2:]
     play.feed(LedgerAnswered(ops[0], Adopted(1, R.PLACED, 1, 0, D, P)))
-    play.feed(LedgerAnswered(ops[1], Conflict(1, R.ADMITTED)))
+    play.feed(LedgerAnswered(ops[1], Conflict(1, R.ADMITTED, turn=9)))
     assert list(play.machine.state.entries) == ["r"]
 
 
@@ -322,7 +336,7 @@ def test_a_superseded_router_ends_nothing_in_the_ledger_either() -> None:
     play.lose(G)
     said = play.wait(10.0)
     assert len(said) == 1 and call(EndRequest, by=Peer("router-0", 1)).matches(said[0])
-    play.answered(Conflict(1, R.DECODING))
+    play.answered(Conflict(1, R.DECODING, turn=9))
     assert not play.machine.state.entries
 
 

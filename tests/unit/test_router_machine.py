@@ -408,7 +408,7 @@ def test_a_request_of_another_router_is_not_admitted_again() -> None:
     """The gateway has given it to that one since: nothing is said, and nothing done."""
     play = Router()
     play.submit(spec(), call(AdmitRequest))
-    play.answered(Conflict(3, R.DECODING))
+    play.answered(Conflict(3, R.DECODING, turn=9))
     assert not play.machine.state.entries
 
 
@@ -431,7 +431,7 @@ def test_a_request_that_another_router_took_over_is_let_go(op: str) -> None:
         play.counted("r")
         play.failed(D, Reason.INTEGRITY, *cancels(D, P), FENCE)
         play.fenced(call(RetryRequest))
-    play.answered(Conflict(2, R.PLACED))
+    play.answered(Conflict(2, R.PLACED, turn=9))
     assert not play.machine.state.entries
 
 

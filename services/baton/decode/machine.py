@@ -546,9 +546,8 @@ class DecodeMachine:
         outcome = Outcome(
             Ending.CANCELLED, reason=Reason.GATEWAY_LOST, completion_tokens=len(seq.output)
         )
-        self.state.emit(
-            CallLedger(EndRequest(seq.spec.request_id, seq.epoch, outcome, self.state.me))
-        )
+        op = EndRequest(seq.spec.request_id, seq.epoch, outcome, self.state.me, seq.turn)
+        self.state.emit(CallLedger(op))
 
     def _drain(self, now: float) -> None:
         if not self.state.draining:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import msgspec
+
 from baton.core.ids import Peer
-from baton.core.lifecycles import TERMINAL
+from baton.core.lifecycles import REQUEST_MOVES, TERMINAL, RequestState
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.gateway.timers import Timers
 from baton.gateway.vocabulary import Command, End
@@ -27,6 +29,11 @@ REPEAT_MAX_S = 5.0
 REPEAT_FOR_S = 60.0
 #: A record that was asked for before its request's end is there by then.
 REPEAT_EARLY_S = 1.0
+#: How a record ends that is older than its request's answer, or whose end is forgotten: a client
+#: that resumes it has it made again.
+FORGOTTEN = Outcome(
+    Ending.REFUSED, reason=Reason.SUPERSEDED, message="its end is lost, or was never recorded"
+)
 
 
 @dataclass(slots=True)
@@ -72,6 +79,10 @@ class Endings:
         """The requests whose end the ledger has not confirmed yet."""
         return tuple(self._waiting)
 
+    def waits(self, request_id: str) -> bool:
+        """Whether the ledger has not confirmed its end yet."""
+        return request_id in self._waiting
+
     def remember(self, request_id: str, outcome: Outcome, told: set[Peer]) -> None:
         """Remember who was told the end of ``request_id``."""
         self.recent[request_id] = Ended(outcome, told)
@@ -96,6 +107,7 @@ class Endings:
         outcome: Outcome,
         now: float,
         *,
+        turn: int,
         tell_first: bool,
         retry_after_ms: int = 0,
         early: bool = False,
@@ -109,7 +121,7 @@ class Endings:
         have no record yet; if so, the end is repeated once. ``name`` is what the client calls the
         request.
         """
-        op = EndRequest(request_id=request_id, epoch=epoch, outcome=outcome, by=self._me)
+        op = EndRequest(request_id, epoch, outcome, by=self._me, turn=turn)
         name = name or request_id
         self._waiting[request_id] = _Ending(op, now, name, client_told=tell_first, early=early)
         commands: list[Command] = []
@@ -137,13 +149,10 @@ class Endings:
             if reply.state not in TERMINAL and reply.epoch != ending.op.epoch:
                 # The attempt moved on while the end was under way, or the ledger went back. What
                 # the client has was valid in every epoch, so the end holds for this one.
-                ending.op = EndRequest(
-                    request_id=ending.op.request_id,
-                    epoch=reply.epoch,
-                    outcome=ending.op.outcome,
-                    by=self._me,
-                )
+                ending.op = msgspec.structs.replace(ending.op, epoch=reply.epoch)
                 return [CallLedger(ending.op)]
+            if reply.outcome is None and reply.epoch == ending.op.epoch:
+                return self._beyond(ending, reply.state)
             if reply.outcome is not None:
                 return self._finish(ending, _reconcile(ending.op.outcome, reply.outcome))
         if ending.early and reply == Conflict(0, None):
@@ -151,6 +160,18 @@ class Endings:
             self._timers.set(ending.op.request_id, now + REPEAT_EARLY_S)
             return []
         return self._finish(ending, ending.op.outcome)
+
+    def _beyond(self, ending: _Ending, state: RequestState) -> list[Command]:
+        """The record does not end so: it is another's, or the ledger went back to before the
+        answer."""
+        ours = ending.op.outcome
+        can = RequestState(ours.ending.value) in REQUEST_MOVES[state]
+        if can or ours == FORGOTTEN:
+            return self._finish(ending, ours)
+        told = [] if ending.client_told else [End(ending.name, ours)]
+        ending.client_told = True
+        ending.op = msgspec.structs.replace(ending.op, outcome=FORGOTTEN)
+        return [*told, CallLedger(ending.op)]
 
     def _finish(self, ending: _Ending, outcome: Outcome) -> list[Command]:
         request_id = ending.op.request_id

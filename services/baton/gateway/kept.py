@@ -15,7 +15,7 @@ from baton.gateway.vocabulary import Command, Deliver, End
 from baton.ports.ledger import CloseResumable, Closing
 from baton.wire.messages import RequestSpec, TokenLogprob
 
-CLAIMS_MAX = 2**14
+CLAIMS_MAX = 2**31
 
 _BROKEN = frozenset({Ending.FAILED, Ending.EXPIRED})
 

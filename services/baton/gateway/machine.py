@@ -26,6 +26,7 @@ from baton.gateway.reports import Reports
 from baton.gateway.resuming import Resuming
 from baton.gateway.session import Phase, Session
 from baton.gateway.state import State, measure_end
+from baton.gateway.unknown import UnknownSweep
 from baton.gateway.vocabulary import (
     CancelWanted,
     ClientGone,
@@ -43,7 +44,7 @@ from baton.gateway.vocabulary import (
     Submitted,
 )
 from baton.ports.driving import EXIT_RESTART, Exit, LedgerAnswered, Note
-from baton.ports.ledger import EndRequest
+from baton.ports.ledger import EndRequest, FindOwned
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.wire.holdings import HeldRequest, Holdings
 from baton.wire.messages import (
@@ -83,6 +84,7 @@ class GatewayMachine:
         self.attempts = Attempts(self.state)
         self.delivery = Delivery(self.state)
         self.resuming = self.state.resuming = Resuming(self.state, self.attempts)
+        self._unknown = UnknownSweep(self.state)
         self._reports = Reports()
         self._others = others or spare
         self._spare = spare
@@ -97,6 +99,7 @@ class GatewayMachine:
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; return what is to be done, in order."""
         commands = self._handle(event, now)
+        commands += self._unknown.time_passed(now)
         if self.draining:
             commands += self._drained(now)
         return commands
@@ -108,6 +111,7 @@ class GatewayMachine:
             self.state.endings.deadline(),
             self.resuming.deadline(),
             self._reports.deadline(),
+            self._unknown.next_at,
             None if self._exited else self.state.drain_due,
         )
         return min((time for time in times if time is not None), default=None)
@@ -124,6 +128,7 @@ class GatewayMachine:
         state.endings.check()
         self.resuming.check()
         self._reports.check()
+        self._unknown.check()
 
     def _handle(self, event: Event, now: float) -> list[Command]:
         match event:
@@ -135,8 +140,12 @@ class GatewayMachine:
                 return self._client_gone(event, now)
             case StopMatched():
                 return self._stop_matched(event, now)
+            case LedgerAnswered(FindOwned(), reply):
+                return self._unknown.found(reply, now)
             case LedgerAnswered():
                 if isinstance(event.op, EndRequest):
+                    if self._unknown.sent(event.op):
+                        return self._unknown.answered(event.op, event.reply)
                     return self.state.endings.answered(event, now)
                 return self.resuming.answered(event, now)
             case ResumableWanted():

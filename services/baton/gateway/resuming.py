@@ -336,7 +336,7 @@ class Resuming:
             if here is None or claim != self._again_claim(here):
                 return []  # it was left meanwhile
             return self._go_on(here, given, now)
-        last = here is not None and here.turn in (given.turn - 1, given.turn)
+        last = here is not None and here.turn in (given.former, given.turn)
         if here is not None and last and not given.answer:
             here.turn, here.token = given.turn, token
             return self._ready(claim, here, "here", submit=False)
@@ -494,7 +494,7 @@ class Resuming:
             self.state.remove(each)
             if each is not session:
                 outcome = Outcome(Ending.CANCELLED, reason=Reason.SUPERSEDED)
-                end = EndRequest(each.request_id, each.epoch, outcome, self.state.me)
+                end = EndRequest(each.request_id, each.epoch, outcome, self.state.me, each.turn)
                 commands.append(CallLedger(end))
         kept.answers.clear()
         if told:

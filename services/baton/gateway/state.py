@@ -113,6 +113,7 @@ class State:
             session.epoch,
             outcome,
             now,
+            turn=session.turn,
             tell_first=tell_first,
             retry_after_ms=retry_after_ms,
             early=early and session.turn > 0,

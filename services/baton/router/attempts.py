@@ -79,7 +79,8 @@ class Attempts:
         entry = self._waiting_for(op)
         if entry is None:
             if isinstance(op, AdmitRequest | AdoptRequest) and isinstance(reply, Done | Adopted):
-                self.verdicts.born_late(op.spec.request_id, reply.epoch)
+                turn = op.turn if isinstance(op, AdoptRequest) else 0
+                self.verdicts.born_late(op.spec.request_id, reply.epoch, turn)
             return
         pending = type(op) is PENDING.get(entry.phase)
         match reply:
@@ -143,9 +144,12 @@ class Attempts:
         entry.ledger_again = None
         if reply.outcome is not None:
             self.verdicts.ended_already(entry, now, reply.epoch, reply.outcome)
-        elif reply.state is None or reply.epoch < entry.epoch:
+        elif reply.state is None or reply.epoch < entry.epoch or reply.turn < entry.turn:
             self.state.note("record_lost", entry, level="warning", ledger_epoch=reply.epoch)
             self.restore(entry)
+        elif entry.restored and reply.turn == entry.turn and entry.phase is Phase.PLACING:
+            # It is ours again, placed by a router that did not know it had lost it: not from there.
+            self.recover(entry)
         else:
             # Another router answers for it: a verdict from here could end what runs well there. Its
             # gateway may not know, if it is another one's as well.

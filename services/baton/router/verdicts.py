@@ -92,22 +92,21 @@ class Verdicts:
             self.over.popitem(last=False)
         if message.early or entry.restored:
             # Its gateway may have ended it in a ledger that was emptied since.
-            self.born_late(request_id, entry.epoch)
+            self.born_late(request_id, entry.epoch, entry.turn)
 
-    def born_late(self, request_id: str, epoch: int) -> None:
+    def born_late(self, request_id: str, epoch: int, turn: int) -> None:
         """The ledger may have made the record after the request's end, which found none: end it."""
         outcome = self.over.get(request_id)
         if outcome is not None:
-            op = EndRequest(request_id, epoch, outcome, self.state.me)
+            op = EndRequest(request_id, epoch, outcome, self.state.me, turn)
             self.state.emit(CallLedger(op))
 
     def end_for_lost_gateway(self, entry: Entry) -> None:
         outcome = Outcome(Ending.CANCELLED, reason=Reason.GATEWAY_LOST)
         self.state.note("ended", entry, ending=outcome.ending, reason=Reason.GATEWAY_LOST)
         self.cancel_work(entry, Reason.GATEWAY_LOST)
-        self.state.emit(
-            CallLedger(EndRequest(entry.spec.request_id, entry.epoch, outcome, self.state.me))
-        )
+        op = EndRequest(entry.spec.request_id, entry.epoch, outcome, self.state.me, entry.turn)
+        self.state.emit(CallLedger(op))
         self.forget(entry)
 
     def cancel_work(self, entry: Entry, reason: Reason) -> None:

@@ -36,10 +36,12 @@ from baton.ports.ledger import (
     Done,
     EndRequest,
     FindOrphans,
+    FindOwned,
     LeaseHeld,
     LeaseLost,
     OpenResumable,
     Orphans,
+    Owned,
     PlaceRequest,
     ReleaseLease,
     RenewLease,
@@ -63,6 +65,7 @@ _SCRIPTS: tuple[tuple[type[AnyOp], str, str], ...] = (
     (RenewLease, "lease_prelude", "renew_lease"),
     (ReleaseLease, "lease_prelude", "release_lease"),
     (FindOrphans, "lease_prelude", "find_orphans"),
+    (FindOwned, "", "find_owned"),
     (AdmitRequest, "request_prelude", "admit_request"),
     (AdoptRequest, "request_prelude", "adopt_request"),
     (PlaceRequest, "request_prelude", "place_request"),
@@ -87,7 +90,7 @@ class Script:
 
     def __init__(self, name: str, prelude: str) -> None:
         folder = files("baton.ledger") / "lua"
-        parts = [(folder / f"{each}.lua").read_text() for each in (prelude, name)]
+        parts = [(folder / f"{each}.lua").read_text() for each in (prelude, name) if each]
         self.name = name
         self.source = "\n".join(parts).encode()
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
@@ -134,6 +137,8 @@ class Scribe:
                 return self._lease(peer, self._limits.lease_ttl_ms, (peer.incarnation,))
             case FindOrphans(peer=peer, ttl_ms=ttl_ms, count_max=count_max):
                 return self._lease(peer, ttl_ms, (count_max,))
+            case FindOwned(peer=peer, count_max=count_max):
+                return (self.keys.owners,), (str(peer), count_max)
             case AdmitRequest(spec=spec, router=router):
                 own = (str(router), str(spec.gateway), _encode(spec), self._backstop_ms(spec))
                 return self._request(op, spec.request_id, 1, "", own)
@@ -152,7 +157,7 @@ class Scribe:
                 own = (str(router), failures)
                 return self._request(op, op.request_id, op.epoch, op_id(op), own)
             case EndRequest(outcome=outcome, by=by):
-                own = (str(by), _encode(outcome), self._limits.terminal_ttl_ms)
+                own = (str(by), _encode(outcome), self._limits.terminal_ttl_ms, op.turn)
                 return self._request(op, op.request_id, op.epoch, "", own)
             case OpenResumable():
                 requests = _encode(op.requests)
@@ -239,6 +244,8 @@ def _read(reply: RespReply) -> Reply:
             return Adopted(epoch, RequestState(_text(state)), attempts, failures, *workers)
         case [b"orphans", *found]:
             return Orphans(tuple(_text(each) for each in found))
+        case [b"owned", *found]:
+            return Owned(tuple(_text(each) for each in found))
         case [b"conflict"]:
             return Conflict(0, None)
         case [b"conflict", int(epoch), state, bytes(outcome), int(turn)]:
@@ -247,6 +254,7 @@ def _read(reply: RespReply) -> Reply:
         case [
             b"resumable",
             int(turn),
+            int(former),
             int(again),
             int(window_ms),
             repeat,
@@ -256,7 +264,7 @@ def _read(reply: RespReply) -> Reply:
             bytes(answer),
         ]:
             ids = _strings_decoder.decode(requests)
-            head = (turn, again, window_ms, _text(repeat), ids, recipe)
+            head = (turn, former, again, window_ms, _text(repeat), ids, recipe)
             return Resumable(*head, bool(closed), answer)
         case [b"repeated", resumable_id, int(same)]:
             return Repeated(_text(resumable_id), bool(same))

@@ -68,6 +68,14 @@ class FindOrphans(Op, frozen=True):
     count_max: int
 
 
+class FindOwned(Op, frozen=True):
+    """Name live requests that ``peer`` works on, those that expire first first: it says itself
+    which of them it does not know. Answered with :class:`Owned`."""
+
+    peer: Peer
+    count_max: int
+
+
 class AdmitRequest(Op, frozen=True):
     """RECEIVED -> ADMITTED at epoch 1, or the record that is there (create-or-return).
 
@@ -130,13 +138,15 @@ class RetryRequest(Op, frozen=True):
 
 class EndRequest(Op, frozen=True):
     """To the terminal state of ``outcome``: the one compare-and-set that ends a request. Only by
-    one of the record's owners (gateway, router, decode, prefill); by anybody if neither its
-    gateway nor its router holds a lease."""
+    one of the record's owners (gateway, router, decode, prefill), or by a gateway or router with a
+    higher ``turn`` than the record's (which is behind, then); by anybody if neither its gateway nor
+    its router holds a lease."""
 
     request_id: str
     epoch: int
     outcome: Outcome
     by: Peer
+    turn: int = 0
 
 
 class OpenResumable(Op, frozen=True):
@@ -166,8 +176,9 @@ class OpenResumable(Op, frozen=True):
 
 
 class ClaimResumable(Op, frozen=True):
-    """``gateway`` serves its client from now on: the turn grows. By whoever shows the token, or the
-    idempotency key (then ``new_token`` replaces the token), and is its owner.
+    """``gateway`` serves its client from now on: the turn grows, with the time since the opening,
+    so that a ledger which lost claims gives none of their turns again. By whoever shows the token,
+    or the idempotency key (then ``new_token`` replaces the token), and is its owner.
 
     :class:`Resumable`, or :class:`Denied`. ``again``: its requests are over and their ids are lost;
     they are made again under ids of their own. ``claim`` tells a repetition from another claim."""
@@ -264,6 +275,7 @@ AnyOp = (
     | RenewLease
     | ReleaseLease
     | FindOrphans
+    | FindOwned
     | RequestOp
     | OpenResumable
     | ClaimResumable
@@ -299,6 +311,13 @@ class Orphans:
 
 
 @dataclass(frozen=True, slots=True)
+class Owned:
+    """Live requests whose record names the process that asks."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The transition is in effect (now, or since an earlier identical call)."""
 
@@ -326,6 +345,8 @@ class Resumable:
 
     turn: int
     """0 when it was opened; grows with each claim."""
+    former: int
+    """The turn before that."""
     again: int
     """The turn in which its requests were made again, 0: never."""
     window_ms: int
@@ -377,7 +398,7 @@ class Conflict:
     """Of its router: who has a lower one has lost the request to another router or gateway."""
 
 
-LeaseReply = LeaseHeld | LeaseLost | Orphans
+LeaseReply = LeaseHeld | LeaseLost | Orphans | Owned
 Reply = LeaseReply | Done | Adopted | Conflict | Resumable | Repeated | Denied
 
 

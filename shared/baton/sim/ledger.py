@@ -7,6 +7,7 @@ the server with its faults, :class:`SimLedgerClient` the port of one process.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,10 +31,12 @@ from baton.ports.ledger import (
     Done,
     EndRequest,
     FindOrphans,
+    FindOwned,
     LeaseHeld,
     LeaseLost,
     OpenResumable,
     Orphans,
+    Owned,
     PlaceRequest,
     ReleaseLease,
     RenewLease,
@@ -125,6 +128,8 @@ class LedgerModel:
                 return self._lease(op, now_ms)
             case FindOrphans():
                 return self._orphans(op, now_ms)
+            case FindOwned():
+                return self._owned(op)
             case AdmitRequest():
                 return self._admit(op, now_ms)
             case AdoptRequest():
@@ -159,6 +164,12 @@ class LedgerModel:
         )
         found = dict.fromkeys(request_id for _, _, request_id in entries)
         return Orphans(tuple(found)[: op.count_max])
+
+    def _owned(self, op: FindOwned) -> Reply:
+        found = sorted(
+            (self.records[request_id].expires_at, request_id) for request_id in self.owned(op.peer)
+        )
+        return Owned(tuple(request_id for _, request_id in found)[: op.count_max])
 
     def _lease(self, op: AcquireLease | RenewLease | ReleaseLease, now: int) -> Reply:
         ttl = self._limits.lease_ttl_ms if isinstance(op, ReleaseLease) else op.ttl_ms
@@ -300,7 +311,8 @@ class LedgerModel:
         if (record.epoch, record.outcome, record.ended_by) == (op.epoch, op.outcome, op.by):
             return record.done()
         known = {record.router, record.spec.gateway} & self.leases.keys()
-        legal = (op.by in record.owners or not known) and record.state in sources_of(op)
+        behind = op.turn > record.turn
+        legal = (op.by in record.owners or behind or not known) and record.state in sources_of(op)
         if record.epoch != op.epoch or not legal:
             return record.conflict()
         record.state, record.outcome, record.ended_by = target_of(op), op.outcome, op.by
@@ -322,6 +334,7 @@ class SimLedger:
         self.up = True
         self.calls: Counter[str] = Counter()
         """Ops executed, by name."""
+        self._random = random
         self._now = now
         self._schedule = schedule
         self._limits = limits
@@ -354,6 +367,14 @@ class SimLedger:
     def wipe(self) -> None:
         """Lose all data; the next lease call makes a new ledger."""
         self.model.wipe()
+
+    def replica(self) -> LedgerModel:
+        """Return what a replica has that hears nothing from now on."""
+        return copy.deepcopy(self.model, {id(self._random): self._random})
+
+    def fail_over(self, replica: LedgerModel) -> None:
+        """Go on with what ``replica`` has: everything since is lost."""
+        self.model = replica
 
     def lose_replies(self, count: int) -> None:
         """Execute the next ``count`` ops, but cut the connection before the answer."""

@@ -28,8 +28,10 @@ class _Record:
     op: OpenResumable
     token: str
     gateway: Peer
+    opened_at: int
     expires_at: int
     turn: int = 0
+    former: int = 0
     claim: str = ""
     again: int = 0
     closed: Closing | None = None
@@ -37,7 +39,7 @@ class _Record:
 
     def given(self) -> Resumable:
         op = self.op
-        head = (self.turn, self.again, op.window_ms, op.repeat, op.requests, op.recipe)
+        head = (self.turn, self.former, self.again, op.window_ms, op.repeat, op.requests, op.recipe)
         return Resumable(*head, bool(self.closed), self.answer)
 
 
@@ -76,7 +78,7 @@ class ResumableModel:
         known = self.repeats.get(op.repeat) if op.repeat and not op.anew else None
         if known is not None:
             return Repeated(known.resumable_id, known.body == op.body)
-        record = _Record(op, op.token, op.gateway, now + op.life_ms)
+        record = _Record(op, op.token, op.gateway, now, now + op.life_ms)
         self.records[op.resumable_id] = record
         if op.repeat:
             self.repeats[op.repeat] = _Repeat(op.resumable_id, op.body, now + op.life_ms)
@@ -98,7 +100,7 @@ class ResumableModel:
             return Denied(Denial.OVER)
         if repeated:
             return record.given()
-        record.turn += 1
+        record.former, record.turn = record.turn, max(record.turn + 1, now - record.opened_at)
         if not record.answer and (op.again or record.closed):
             record.again, record.closed = record.turn, None
             record.expires_at = now + record.op.life_ms

@@ -27,7 +27,8 @@ end
 local anew = record.answer == '' and (again == '1' or record.closed ~= '')
 -- First what is allowed when memory is full: who was cut off then can still come back.
 redis.call('PEXPIRE', resumable, redis.call('PTTL', resumable))
-record.turn = record.turn + 1
+-- With time, so that a turn whose claim was lost is not given again.
+record.former, record.turn = record.turn, math.max(record.turn + 1, now() - record.opened)
 if anew then
   record.again, record.closed = record.turn, ''
   redis.call('PEXPIRE', resumable, record.life)
@@ -35,7 +36,7 @@ if anew then
     redis.call('PEXPIRE', repeated, record.life)
   end
 end
-redis.call('HSET', resumable, 'turn', record.turn, 'gateway', gateway, 'claim', claim,
+redis.call('HSET', resumable, 'turn', record.turn, 'former', record.former, 'gateway', gateway, 'claim', claim,
   'token', new_token ~= '' and new_token or record.token, 'again', record.again,
   'closed', record.closed)
 return given()

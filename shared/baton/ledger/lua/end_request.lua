@@ -1,8 +1,10 @@
 -- EndRequest: the one compare-and-set that makes a request terminal. Only owners end it: a router
 -- that was superseded, or a worker of an attempt that is over, has no say. Where neither gateway nor
--- router holds a lease any more, whoever finds it may.
+-- router holds a lease any more, whoever finds it may; so may who has a higher turn, since then the
+-- record is behind (the ledger lost that it was moved).
 -- KEYS[3] leases
--- ARGV[5] target state, ARGV[6] who ends it, ARGV[7] outcome bytes, ARGV[8] terminal_ttl_ms
+-- ARGV[5] target state, ARGV[6] who ends it, ARGV[7] outcome bytes, ARGV[8] terminal_ttl_ms,
+-- ARGV[9] turn of who ends it (0: none)
 
 local target, by, outcome, terminal_ttl = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 
@@ -10,7 +12,7 @@ if record.epoch == epoch and record.outcome == outcome and record.ended_by == by
   return done(epoch, record.state, record.attempts)
 end
 local owns = by == record.router or by == record.gateway or by == record.decode
-  or by == record.prefill
+  or by == record.prefill or tonumber(ARGV[9]) > record.turn
 if not owns and record.state then
   owns = not redis.call('ZSCORE', KEYS[3], record.router)
     and not redis.call('ZSCORE', KEYS[3], record.gateway)

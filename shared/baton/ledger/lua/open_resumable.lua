@@ -17,7 +17,7 @@ end
 record.window, record.repeat_of = tonumber(window), repeat_of
 record.requests, record.recipe = requests, recipe
 redis.call('HSET', resumable, 'turn', 0, 'gateway', gateway, 'token', token, 'owner', owner,
-  'repeat', repeat_of, 'claim', '', 'again', 0, 'window', window, 'life', life,
+  'repeat', repeat_of, 'claim', '', 'former', 0, 'opened', now(), 'again', 0, 'window', window, 'life', life,
   'requests', requests, 'recipe', recipe, 'closed', '', 'answer', '')
 redis.call('PEXPIRE', resumable, life)
 if repeat_of ~= '' then
