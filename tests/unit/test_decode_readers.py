@@ -99,7 +99,8 @@ def test_a_resumable_request_goes_on_without_its_gateway() -> None:
 def test_every_other_request_ends_with_its_gateway() -> None:
     """Nobody asked that it goes on."""
     play = streaming(request=spec(max_tokens=20))
-    play.lose(G, *[CallLedger(EndRequest("r", 1, gone(3), play.machine.state.me))], gone=True)
+    end = EndRequest("r", 1, gone(3), play.machine.state.me, turn=1)
+    play.lose(G, CallLedger(end), gone=True)
     assert "r" not in play.machine.state.sequences
 
 
