@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.core.events import DrainRequested, LeaseChanged, RestartRequested
-from baton.core.ids import Peer, Role
+from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, LedgerAnswered, Send
@@ -22,7 +22,7 @@ from baton.ports.ledger import (
     RetryRequest,
     Unavailable,
 )
-from baton.ports.transport import Received
+from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.wire.messages import (
     AssignPrefill,
     CancelWork,
@@ -309,7 +309,53 @@ def test_a_worker_that_fails_everything_is_tried_ever_more_rarely() -> None:
     play.wait(10.0)
     play.place(spec("healed"))
     play.hear(G, RequestEnded("healed", 1, COMPLETED))
-    assert play.machine.state.placement.workers[P].failures == 0
+    assert play.machine.state.placement.workers[P].health.failures == 0
+
+
+def test_a_worker_that_dies_of_all_it_gets_is_tried_ever_more_rarely() -> None:
+    """(51) It is back within a fraction of a second each time, as a new process under its name: a
+    router that forgot would send it every other request. What it only reserved speaks not for it;
+    an answer that is complete does."""
+    play = Router(workers=(P, D, D1))
+    broken, frail, began = 0, D, play.now
+    for number in range(40):
+        name = f"r{number}"
+        prompt = tuple(range(100 * number, 100 * number + 20))
+        play.admit(request(name, prompt, gateway=G), Like(CallLedger))
+        op = play.last(CallLedger).op
+        play.do(LedgerAnswered(op, Done(1, R.PLACED)))
+        epoch = 1
+        if op.decode.worker_id == D.worker_id:
+            broken += 1
+            play.do(Received(frail, DecodeReserved(name, 1, 2)))
+            play.do(PeerLost(frail, "died", gone=True))
+            frail = Peer(D.worker_id, 100 + number)
+            play.do(PeerUp(Member(frail, Role.DECODE, "", 1, "b")))
+            play.do(Received(G, RequestFenced(name, 2, b"")))
+            play.do(LedgerAnswered(play.last(CallLedger).op, Done(2, R.ADMITTED)))
+            again = play.last(CallLedger).op
+            assert again.decode == D1
+            play.do(LedgerAnswered(again, Done(2, R.PLACED)))
+            epoch = 2
+        play.do(Received(G, RequestEnded(name, epoch, COMPLETED)))
+        play.wait(0.2)
+        for worker, free in ((frail, 64), (D1, 32)):
+            values = {"blocks_total": 64, "blocks_free": free, "block_size": 16}
+            play.do(Received(worker, WorkerStatus(accepting=True, writers=(P,), **values)))
+        play.ready(P)
+    assert 3 <= broken <= 9, f"tried {broken} times in {play.now - began:.0f} s"
+
+
+def test_who_was_asked_to_end_is_no_worse_for_it() -> None:
+    """A rolling restart: it said that it takes no more before it went."""
+    play = Router(workers=(P, D))
+    play.ready(D, accepting=False)
+    play.do(PeerLost(D, "left", gone=True))
+    play.ready(D_AGAIN)
+    assert play.machine.state.placement.workers[D_AGAIN].health.failures == 0
+    play.do(PeerLost(D_AGAIN, "died", gone=True))
+    play.ready(D)
+    assert play.machine.state.placement.workers[D].health.failures == 1
 
 
 @pytest.mark.parametrize("reason", [Reason.NO_BLOCKS, Reason.DRAINING])
@@ -692,7 +738,7 @@ def test_kv_that_is_not_there_is_prefilled_again() -> None:
     refused = WorkRefused("r", 2, Reason.KV_MISSING)
     play.hear(D1, refused, *cancels(D1, epoch=2), Send(G, FenceRequest("r", 3)))
     play.retried(epoch=3)
-    assert play.machine.state.placement.workers[D1].avoid_until == 0
+    assert play.machine.state.placement.workers[D1].health.avoid_until == 0
     play.now += 0.1
     play.ready(D1, call(PlaceRequest, decode=D1, prefill=P, epoch=3))
     play.counted("r", D1, P, epoch=3)

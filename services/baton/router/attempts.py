@@ -320,9 +320,8 @@ class Attempts:
         if reason is Reason.KV_MISSING:
             self.moves.settled(entry)  # what could be had from there is in decode's cache now
         elif reason is not Reason.NO_BLOCKS:
-            self.state.placement.workers[peer].failed(
-                now
-            )  # another one may have its links and a lease
+            # Another one may have its links and a lease.
+            self.state.placement.workers[peer].failed(now)
         entry.refusals += 1
         pause = min(REFUSED_PAUSE_S * 2.0**entry.refusals, REFUSED_PAUSE_MAX_S)
         entry.not_before = now + pause * self.state.jitter(entry)
@@ -396,7 +395,6 @@ class Attempts:
             entry.reserved = True
             entry.refusals = 0
             self.moves.settled(entry)
-            self.state.placement.workers[peer].succeeded()
 
     def move_offered(self, peer: Peer, message: MoveOffered) -> None:
         """A draining decode worker would give it away."""

@@ -30,7 +30,6 @@ from baton.router.orphans import OrphanSweep
 from baton.router.placement import Placement
 from baton.router.state import State
 from baton.router.verdicts import Verdicts
-from baton.router.workers import WorkerView
 from baton.wire.holdings import HeldRequest, Holdings
 from baton.wire.messages import (
     AnyMessage,
@@ -210,9 +209,7 @@ class RouterMachine:
             for entry in self.state.of_gateway(member.peer):
                 self.attempts.tell_again(entry, now)
         elif member.role in (Role.DECODE, Role.PREFILL):
-            self.state.placement.workers[member.peer] = WorkerView(
-                member.peer, member.role, WorkerStatus(accepting=False), now, member.boot_id
-            )
+            self.state.placement.meet(member, now)
             self.adoption.worker_up(member.peer)
             self.state.had_decode |= member.role is Role.DECODE
 
@@ -238,7 +235,7 @@ class RouterMachine:
         for entry in placed:
             if entry.reserved:
                 self.moves.starts_from(entry, peer)
-        self.state.placement.forget(peer)
+        self.state.placement.forget(peer, now, lives=event.lives)
         # A lost prefill worker is decode's to report: it alone knows whether the commit came.
         for entry in placed:
             if event.lives:

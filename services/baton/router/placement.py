@@ -11,21 +11,23 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.core.ids import Peer, Role
+from baton.core.ids import Member, Peer, Role
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
 from baton.core.slo import Slo
 from baton.router.choice import Choice
 from baton.router.entry import AFFINITY_BLOCK_TOKENS, Entry
 from baton.router.estimate import Estimate, Need
-from baton.router.workers import WorkerView
-from baton.wire.messages import RequestSpec
+from baton.router.workers import Health, WorkerView
+from baton.wire.messages import RequestSpec, WorkerStatus
 
 #: Prefix names remembered, over all workers, and no more than their arenas hold; the oldest are
 #: forgotten.
 AFFINITY_NAMES_MAX = 65_536
 #: Who waits is looked at again after that time, whatever was heard.
 AGAIN_S = 0.045
+#: Names of workers whose health is remembered; the one seen longest ago is forgotten first.
+HEALTHS_MAX = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Placement:
         self.passed: object = None
         """What the workers were like when the queue was last gone through."""
         self.passed_at = 0.0
+        self._healths: OrderedDict[str, Health] = OrderedDict()
+        """By worker_id."""
         #: Prefix name -> the decode worker that last computed it. Its memory outlives its process,
         #: so this is its stable name.
         self._affinity: OrderedDict[bytes, str] = OrderedDict()
@@ -84,10 +88,22 @@ class Placement:
             return None
         return f"prompt and answer need {needed} tokens, the largest arena holds {largest}"
 
-    def forget(self, peer: Peer) -> None:
-        """A worker is gone; what it had in its cache its successor has."""
-        if self.workers.pop(peer, None) is not None:
-            self.losses += 1
+    def meet(self, member: Member, now: float) -> None:
+        """A worker is there; it says itself what it takes."""
+        peer = member.peer
+        health = self._healths.setdefault(peer.worker_id, Health())
+        self._healths.move_to_end(peer.worker_id)
+        while len(self._healths) > HEALTHS_MAX:
+            self._healths.popitem(last=False)
+        status = WorkerStatus(accepting=False)
+        self.workers[peer] = WorkerView(peer, member.role, status, now, member.boot_id, health)
+
+    def forget(self, peer: Peer, now: float, *, lives: bool) -> None:
+        """A worker is gone, or its link is; what it had in its cache its successor has."""
+        view = self.workers.pop(peer)
+        self.losses += 1
+        if not lives and not view.leaving:
+            view.health.died(now)
 
     def new_pass(self, now: float) -> bool:
         """The queue is to be gone through. Return whether who waited the last time may have
@@ -218,7 +234,7 @@ class Placement:
     def _usable(self, role: Role, now: float) -> list[WorkerView]:
         """Accepting workers; those that just failed only if there is no other."""
         accepting = self._accepting(role)
-        return [view for view in accepting if view.avoid_until <= now] or accepting
+        return [view for view in accepting if view.health.avoid_until <= now] or accepting
 
     def _blocks(self, view: WorkerView, entry: Entry) -> int:
         size = max(1, view.status.block_size)

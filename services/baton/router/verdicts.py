@@ -82,9 +82,9 @@ class Verdicts:
             # The gateway may not know yet whom this was given to.
             self.cancel_work(entry, outcome.reason or Reason.CLIENT_CANCELLED)
         else:
-            view = self.state.placement.workers.get(entry.prefill) if entry.prefill else None
-            if view is not None:
-                view.succeeded()
+            for peer in (entry.decode, entry.prefill):
+                if peer is not None and peer in self.state.placement.workers:
+                    self.state.placement.workers[peer].succeeded()
         self.state.note("ended", entry, ending=outcome.ending)
         self.forget(entry)
         self.over[request_id] = outcome

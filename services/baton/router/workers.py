@@ -1,17 +1,46 @@
 """One worker as its router sees it.
 
-Decides how long one that failed is left alone.
+Decides how long one that failed, or ended again and again, is left alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.core.ids import Peer, Role
 from baton.wire.messages import WorkerStatus
 
 AVOID_FIRST_S = 0.2
 AVOID_MAX_S = 10.0
+
+
+@dataclass(slots=True)
+class Health:
+    """How a worker did lately, under its stable name: who starts again is not a better one."""
+
+    failures: int = 0
+    """Failed attempts and unasked-for ends in a row."""
+    avoid_until: float = 0.0
+
+    def failed(self, now: float) -> None:
+        """It failed an attempt: leave it alone for a while if there is another."""
+        self.failures += 1
+        self._avoid(self.failures, now)
+
+    def died(self, now: float) -> None:
+        """It ended unasked. One death is nobody's habit, and what it had is in its successor's
+        reach; from the second in a row on it counts."""
+        self.failures += 1
+        if self.failures > 1:
+            self._avoid(self.failures - 1, now)
+
+    def _avoid(self, steps: int, now: float) -> None:
+        self.avoid_until = now + min(AVOID_FIRST_S * 2.0 ** min(steps - 1, 10), AVOID_MAX_S)
+
+    def succeeded(self) -> None:
+        """It had a part in an answer that is complete."""
+        self.failures = 0
+        self.avoid_until = 0.0
 
 
 @dataclass(slots=True)
@@ -25,17 +54,18 @@ class WorkerView:
     """When its link opened."""
     host: str
     """Workers of one host can read each other's arenas."""
+    health: Health = field(default_factory=Health)
     placed: int = 0
     """Given since the last status."""
     placed_blocks: int = 0
     placed_tokens: int = 0
-    failures: int = 0
-    """Failed attempts in a row."""
-    avoid_until: float = 0.0
+    leaving: bool = False
+    """It took work and says that it takes no more: its end is no failure."""
     changes: int = 0
     """Counts whatever was heard of it or given to it."""
 
     def refresh(self, status: WorkerStatus) -> None:
+        self.leaving = not status.accepting and (self.leaving or self.status.accepting)
         self.status = status
         self.changes += 1
         self.placed = self.placed_blocks = self.placed_tokens = 0
@@ -46,16 +76,14 @@ class WorkerView:
         self.changes += 1
 
     def failed(self, now: float) -> None:
-        """It failed an attempt: leave it alone for a while if there is another."""
-        self.failures += 1
+        """It failed an attempt."""
+        self.health.failed(now)
         self.changes += 1
-        wait = min(AVOID_FIRST_S * 2.0 ** min(self.failures - 1, 10), AVOID_MAX_S)
-        self.avoid_until = now + wait
 
     def succeeded(self) -> None:
-        self.failures = 0
+        """It had a part in an answer that is complete."""
+        self.health.succeeded()
         self.changes += 1
-        self.avoid_until = 0.0
 
     @property
     def free_blocks(self) -> int:
