@@ -82,40 +82,22 @@ def _restart(limits: Limits) -> int:
 
 #: Kind -> what it means, and for how many milliseconds it may be so.
 KINDS: dict[Kind, tuple[str, Bound]] = {
-    Kind.BLOCK_WITHOUT_HOLDER: (
-        "a block's references or holds are not those of sequences and tickets",
-        _soon,
-    ),
+    Kind.BLOCK_WITHOUT_HOLDER: ("a block's references or holds are not its users'", _soon),
     Kind.BLOCK_DIFFERS: ("an arena's record of a block is not what its owner's table says", _soon),
     Kind.QUARANTINE_OVERDUE: ("blocks wait for a writer that neither stops nor dies", _notice),
-    Kind.TICKET_OF_ENDED: (
-        "a ticket that is not revoked belongs to a request that is over",
-        _notice,
-    ),
+    Kind.TICKET_OF_ENDED: ("a ticket is not revoked, and its request is over", _notice),
     Kind.SEQUENCE_OF_ENDED: ("decode computes for a request or epoch that is over", _notice),
-    Kind.JOB_OF_ENDED: (
-        "prefill holds a job or a ticket of a request or epoch that is over",
-        _notice,
-    ),
+    Kind.JOB_OF_ENDED: ("prefill holds work of a request or epoch that is over", _notice),
     Kind.ENTRY_OF_ENDED: ("a router sees to a request that is over", _notice),
-    Kind.END_UNHEARD: (
-        "a complete answer or a verdict waits for a gateway that never speaks",
-        _kept,
-    ),
+    Kind.END_UNHEARD: ("an answer or a verdict waits for a gateway that never speaks", _kept),
     Kind.RECORD_WITHOUT_OWNER: ("a live record names a process that is gone", _recovery),
     Kind.RECORD_UNKNOWN_TO_WORKER: ("the decode worker of a live record does not know it", _notice),
     Kind.RECORD_WITHOUT_SESSION: ("the gateway of a live record does not know it", _notice),
     Kind.OWNER_INDEX_DIFFERS: ("the ledger's index of owners is not what its records say", _notice),
-    Kind.SESSION_WITHOUT_RECORD: (
-        "a gateway serves a request that the ledger has not, or has as over",
-        _recovery,
-    ),
+    Kind.SESSION_WITHOUT_RECORD: ("a gateway's request has no record, or is over there", _recovery),
     Kind.SESSION_WITHOUT_WORK: ("a client waits for a request that nobody works on", _recovery),
     Kind.LEASE_OF_THE_DEAD: ("a lease is overdue, or its process is not there", _notice),
-    Kind.MEMBER_WITHOUT_LEASE: (
-        "the registry names a process without a lease, or the other way",
-        _notice,
-    ),
+    Kind.MEMBER_WITHOUT_LEASE: ("registry and leases do not name the same processes", _notice),
     Kind.PROCESS_WITHOUT_LEASE: ("a process runs and is not registered", _restart),
     Kind.STRAY_PROCESS: ("a process of this cluster is not supervisor's", _restart),
     Kind.ARENA_WITHOUT_OWNER: ("nobody holds the owner's lock of an arena", _restart),

@@ -59,11 +59,6 @@ class ModelText:
 
     # --- prompts --------------------------------------------------------------------------------
 
-    @property
-    def has_template(self) -> bool:
-        """Whether the model can chat."""
-        return self._template is not None
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from baton.core.lifecycles import BlockState, LeaseState, RequestState
+from baton.core.lifecycles import BlockState, LeaseState
 from baton.core.outcomes import Ending, Reason
 from baton.ports import ledger
 
@@ -56,7 +56,6 @@ def _values(values: Iterable[str]) -> frozenset[str]:
 REASONS = _values(reason.value for reason in Reason)
 ENDINGS = _values(ending.value for ending in Ending)
 BLOCK_STATES = _values(state.name.lower() for state in BlockState)
-REQUEST_STATES = _values(state.value for state in RequestState)
 LEASE_STATES = _values(state.value for state in LeaseState)
 OPS = _values(cls.__name__ for cls in ledger.Op.__subclasses__())
 STEP_KINDS = _values(("prefill", "decode", "mixed", "warm_up"))
