@@ -14,6 +14,7 @@ import msgspec
 from baton.core.ids import Peer
 from baton.core.lifecycles import REQUEST_MOVES, TERMINAL, RequestState
 from baton.core.outcomes import Ending, Outcome, Reason
+from baton.gateway.session import TURN_BITS
 from baton.gateway.timers import Timers
 from baton.gateway.vocabulary import Command, End
 from baton.ports.driving import CallLedger, LedgerAnswered, Note
@@ -27,6 +28,9 @@ WAITING_MAX = 8_192
 REPEAT_FIRST_S = 0.25
 REPEAT_MAX_S = 5.0
 REPEAT_FOR_S = 60.0
+#: A request that was moved here ends once more after so long: a ledger that was failed over may
+#: have lost the move with the end, and then its record names a gateway that does not know.
+CONFIRM_S = 3.0
 #: A record that was asked for before its request's end is there by then.
 REPEAT_EARLY_S = 1.0
 #: How a record ends that is older than its request's answer, or whose end is forgotten: a client
@@ -45,6 +49,8 @@ class _Ending:
     early: bool
     """A router may be about to make its record."""
     wait_s: float = REPEAT_FIRST_S
+    confirms: bool = False
+    """It was in effect; this is the look whether it still is."""
 
 
 @dataclass(slots=True)
@@ -72,16 +78,23 @@ class Endings:
     @property
     def waiting(self) -> int:
         """Ends the ledger has not confirmed yet."""
-        return len(self._waiting)
+        return sum(not ending.confirms for ending in self._waiting.values())
 
     @property
     def unconfirmed(self) -> tuple[str, ...]:
         """The requests whose end the ledger has not confirmed yet."""
-        return tuple(self._waiting)
+        return tuple(name for name, ending in self._waiting.items() if not ending.confirms)
 
     def waits(self, request_id: str) -> bool:
         """Whether the ledger has not confirmed its end yet."""
-        return request_id in self._waiting
+        ending = self._waiting.get(request_id)
+        return ending is not None and not ending.confirms
+
+    def forget(self, request_id: str) -> None:
+        """It begins here once more, under the same name."""
+        self.recent.pop(request_id, None)
+        if self._waiting.pop(request_id, None) is not None:
+            self._timers.set(request_id, None)
 
     def remember(self, request_id: str, outcome: Outcome, told: set[Peer]) -> None:
         """Remember who was told the end of ``request_id``."""
@@ -152,34 +165,39 @@ class Endings:
                 ending.op = msgspec.structs.replace(ending.op, epoch=reply.epoch)
                 return [CallLedger(ending.op)]
             if reply.outcome is None and reply.epoch == ending.op.epoch:
-                return self._beyond(ending, reply.state)
+                return self._beyond(ending, reply.state, now)
             if reply.outcome is not None:
-                return self._finish(ending, _reconcile(ending.op.outcome, reply.outcome))
+                return self._finish(ending, _reconcile(ending.op.outcome, reply.outcome), now)
         if ending.early and reply == Conflict(0, None):
             ending.early = False
             self._timers.set(ending.op.request_id, now + REPEAT_EARLY_S)
             return []
-        return self._finish(ending, ending.op.outcome)
+        return self._finish(ending, ending.op.outcome, now)
 
-    def _beyond(self, ending: _Ending, state: RequestState) -> list[Command]:
+    def _beyond(self, ending: _Ending, state: RequestState, now: float) -> list[Command]:
         """The record does not end so: it is another's, or the ledger went back to before the
         answer."""
         ours = ending.op.outcome
         can = RequestState(ours.ending.value) in REQUEST_MOVES[state]
         if can or ours == FORGOTTEN:
-            return self._finish(ending, ours)
+            return self._finish(ending, ours, now)
         told = [] if ending.client_told else [End(ending.name, ours)]
         ending.client_told = True
         ending.op = msgspec.structs.replace(ending.op, outcome=FORGOTTEN)
         return [*told, CallLedger(ending.op)]
 
-    def _finish(self, ending: _Ending, outcome: Outcome) -> list[Command]:
+    def _finish(self, ending: _Ending, outcome: Outcome, now: float) -> list[Command]:
         request_id = ending.op.request_id
-        del self._waiting[request_id]
-        self._timers.set(request_id, None)
+        if ending.op.turn >= 1 << TURN_BITS and not ending.confirms:
+            ending.confirms = True
+            self._timers.set(request_id, now + CONFIRM_S)
+        else:
+            del self._waiting[request_id]
+            self._timers.set(request_id, None)
         commands: list[Command] = []
         if not ending.client_told:
             commands.append(End(ending.name, outcome))
+        ending.client_told = True
         if outcome.ending is not ending.op.outcome.ending:
             fields = {
                 "request_id": request_id,

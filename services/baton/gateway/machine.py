@@ -141,7 +141,7 @@ class GatewayMachine:
             case StopMatched():
                 return self._stop_matched(event, now)
             case LedgerAnswered(FindOwned(), reply):
-                return self._unknown.found(reply, now)
+                return self._unknown.found(reply)
             case LedgerAnswered():
                 if isinstance(event.op, EndRequest):
                     if self._unknown.sent(event.op):

@@ -193,7 +193,7 @@ class Resuming:
     def _session(self, kept: Kept, choice: str, now: float) -> Session:
         request_id = kept.request_id(choice)
         spec = replace(kept.specs[choice], request_id=request_id)
-        self.state.endings.recent.pop(request_id, None)  # it may have been here before
+        self.state.endings.forget(request_id)  # it may have been here before
         if request_id != choice:
             self.state.names[choice] = request_id
         turn, claimed = kept.first_turn(), kept.turn != kept.again

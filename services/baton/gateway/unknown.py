@@ -26,8 +26,9 @@ class UnknownSweep:
     def __init__(self, state: State) -> None:
         self.state = state
         self.next_at: float | None = None
-        self._left: dict[str, float] = {}
-        """When each request that others were to go on with was found here first."""
+        self._left: set[str] = set()
+        """Requests that others were to go on with, as long as their records still name this one:
+        nobody here knows whether they are over."""
         self._ending: dict[str, EndRequest] = {}
 
     def time_passed(self, now: float) -> list[Command]:
@@ -42,25 +43,15 @@ class UnknownSweep:
             return [CallLedger(FindOwned(self.state.me, limits.sessions_max + UNKNOWN_MAX))]
         return []
 
-    def found(self, reply: Reply | Unavailable, now: float) -> list[Command]:
+    def found(self, reply: Reply | Unavailable) -> list[Command]:
         """End what nobody here knows."""
         if not isinstance(reply, Owned):
             return []
         unknown = [name for name in reply.request_ids if not self._known(name)]
-        self._left = {
-            name: self._left.get(name, now)
-            for name in unknown
-            if name in self._left or self._is_left(name)
-        }
+        self._left = {name for name in unknown if name in self._left or self._is_left(name)}
         self._ending.clear()
-        limits = self.state.limits
-        patience_s = (limits.resume_max_ms + limits.recovery_ms) / 1000
         # At no epoch: the answer says at which it stands.
-        return [
-            self._end(name, 0)
-            for name in unknown
-            if name not in self._left or now - self._left[name] > patience_s
-        ]
+        return [self._end(name, 0) for name in unknown if name not in self._left]
 
     def answered(self, op: EndRequest, reply: Reply | Unavailable) -> list[Command]:
         """The ledger says whether it is over, or at which epoch it stands."""
