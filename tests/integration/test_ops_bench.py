@@ -109,3 +109,24 @@ def test_a_foreign_server_without_its_conditions_is_not_measured(cluster: OpsClu
         *("--condition", "limits=x"),
     )
     assert done.returncode == 1 and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_modes_are_compared_on_clusters_of_their_own(cluster: OpsCluster, tmp_path: Path) -> None:
+    """Every mode is measured with the same load; one table, one sentence, a page."""
+    file, page = tmp_path / "m.json", tmp_path / "m.html"
+    done = cluster.baton(
+        *("bench", "compare-modes", *IDS, "--prompt-tokens", "100", "--output-tokens", "8"),
+        *("--rates", "5,10", "--chunks", "64", "--multiples", "2,50", "--undisturbed", "2"),
+        *("--warmup", "0.5", "--duration", "3", "--tune", "2"),
+        *("--out", str(file), "--html", str(page)),
+        timeout_s=580,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_bytes())
+    modes = {run["settings"]["mode"] for run in found["runs"]}
+    assert {"split", "colocated"} <= modes
+    assert all(run["figures"]["ok"] for run in found["runs"])
+    assert set(found["findings"]["goodput_per_cost"]) == {"2", "50"}
+    assert found["findings"]["advice"] in done.stdout
+    assert "Goodput against rate" in page.read_text()

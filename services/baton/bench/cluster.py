@@ -46,6 +46,11 @@ class BenchCluster:
             if report.get("ready") and report["uptime_s"] >= up_s
         }
 
+    def supervisor_pid(self) -> int:
+        """Return the process below which all others are."""
+        found: int = json.loads((self.run_dir / "cluster.json").read_text())["supervisor_pid"]
+        return found
+
     def baton(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command of `baton` on this cluster."""
         return subprocess.run(

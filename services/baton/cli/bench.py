@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ Add = Callable[..., argparse.ArgumentParser]
 
 _RUN = """\
 examples:
-  baton bench run --concurrency 4 --prompt-tokens 512 --out result.json
+  baton bench run --concurrency 4 --prompt-tokens 512 --out result.json --html page.html
   baton bench run --workload azure-conv --prompt-scale 0.25 --arrivals poisson --rate 2
   baton bench run --url http://localhost:8001 --condition dtype=bf16 --condition limits=default
 Ctrl-C ends the run; what was measured so far is kept and marked as partial (exit code 130).
@@ -32,6 +33,16 @@ docs/bench.md tells what every figure means.
 """
 _SEARCH = """\
 Doubles the rate until fewer than 90 % of the requests meet the SLO, then halves the interval.
+"""
+_MODES = """\
+Starts clusters of its own, one after the other, on all cores this command may use: the split,
+colocated workers (one with all cores, one a core; every chunk size is tried), the adaptive mode
+told each SLO. Bounds of gaps are --multiples of the split's undisturbed median ITL.
+examples:
+  baton bench compare-modes --workload azure-conv --prompt-scale 0.5 --output-scale 0.5 \\
+      --rates 0.5,1,2 --duration 60 --repeats 3 --out modes.json --html modes.html
+  baton bench compare-modes ... --also vllm=http://localhost:8001 --also-cores 2 \\
+      --condition dtype=bfloat16 --condition limits="chunk 256"
 """
 _COMPARE = """\
 Says what differs in the conditions too: two results are comparable where nothing but the one
@@ -61,10 +72,19 @@ def add(commands: Any, add_command: Add) -> None:
     compare.add_argument("a", type=Path)
     compare.add_argument("b", type=Path)
     compare.add_argument("--markdown", action="store_true", help="tables as Markdown")
+    modes = add_command(
+        bench,
+        "compare-modes",
+        _modes,
+        "tell whether splitting pays for a load, by measuring",
+        _MODES,
+    )
+    _add_modes(modes)
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
+def _add_output(parser: Any) -> None:
     parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
+    parser.add_argument("--html", type=Path, metavar="PAGE", help="write a page with plots")
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +103,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--price", action="append", default=[], metavar="KIND=X", help="of a worker, by kind"
     )
-    add_workload(parser)
+    _add_workload(parser)
     load = parser.add_argument_group("load")
     load.add_argument(
         "--arrivals", choices=("closed", "poisson", "gamma", "trace"), default="closed"
@@ -97,7 +117,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="gamma: 1 is Poisson, below it burstier",
     )
-    add_time(load)
+    _add_time(load)
     load.add_argument(
         "--requests", type=int, default=0, metavar="N", help="end the window after so many"
     )
@@ -113,10 +133,34 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     result.add_argument("--label", default="run", help="of this run in tables (run)")
     result.add_argument("--out", type=Path, metavar="FILE", help="write the result (JSON)")
     result.add_argument("--quiet", action="store_true", help="no progress bar")
-    _add_output(result)  # type: ignore[arg-type]
+    _add_output(result)
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
+def _add_modes(parser: argparse.ArgumentParser) -> None:
+    _add_workload(parser)
+    load = parser.add_argument_group("load")
+    load.add_argument("--arrivals", choices=("poisson", "gamma", "trace"), default="poisson")
+    load.add_argument("--burstiness", type=float, default=1.0, metavar="B", help="gamma")
+    load.add_argument("--rates", default="1,2,4", metavar="R,R", help="sessions a second (1,2,4)")
+    _add_time(load)
+    modes = parser.add_argument_group("modes")
+    modes.add_argument("--slo-ttft", type=float, default=2_000.0, metavar="MS", help="(2000)")
+    modes.add_argument("--multiples", default="1.2,1.5,2,3,5", metavar="X,X")
+    modes.add_argument("--chunks", default="16,32,64,128,256,512,1024,2048", metavar="N,N")
+    modes.add_argument("--tune", type=float, default=15.0, metavar="S", help="each chunk size (15)")
+    modes.add_argument("--repeats", type=int, default=1, metavar="N", help="of everything (1)")
+    modes.add_argument("--undisturbed", type=float, default=10.0, metavar="S", help="(10)")
+    foreign = parser.add_argument_group("foreign servers, which run already")
+    foreign.add_argument("--also", action="append", default=[], metavar="NAME=URL")
+    foreign.add_argument("--also-cores", type=float, default=0.0, metavar="N")
+    foreign.add_argument("--condition", action="append", default=[], metavar="NAME=VALUE")
+    result = parser.add_argument_group("result")
+    result.add_argument("--out", type=Path, metavar="FILE", help="write the result (JSON)")
+    result.add_argument("--quiet", action="store_true", help="no progress bar")
+    _add_output(result)
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
     """Add the options that decide what is asked."""
     work = parser.add_argument_group("workload")
     work.add_argument(
@@ -144,7 +188,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_time(load: Any) -> None:
+def _add_time(load: Any) -> None:
     """Add the options that decide how long it takes."""
     load.add_argument("--warmup", type=float, default=5.0, metavar="S", help="(5)")
     load.add_argument("--duration", type=float, default=30.0, metavar="S", help="(30)")
@@ -172,13 +216,65 @@ def _search(config: Config, options: argparse.Namespace) -> int:
 
 def _answered(measured: Callable[[], Any]) -> Any:
     """Return a result, or say in one line why there is none."""
+    from baton.bench.cluster import BenchError
     from baton.bench.load.results import ResultError
     from baton.bench.load.server import ServerError
 
     try:
         return measured()
-    except (ResultError, ServerError) as error:
+    except (BenchError, ResultError, ServerError) as error:
         raise CommandError(str(error)) from error
+
+
+def _modes(config: Config, options: argparse.Namespace) -> int:
+    from baton.bench.load.arrivals import Arrivals
+    from baton.bench.load.generator import LoadPlan
+    from baton.bench.load.modes import ModesPlan, compare_modes
+    from baton.bench.load.running import RunPlan, Target
+
+    del config  # its clusters are its own; they read the environment and ./baton.toml
+    kind = Arrivals(options.arrivals)
+    _check_arrivals(kind, options)
+    rates, multiples = _numbers("rates", options), _numbers("multiples", options)
+    chunks = tuple(int(each) for each in _numbers("chunks", options))
+    told = dict(_pair("--condition", each) for each in options.condition)
+    told.setdefault("cache_state", _cache_state(options))
+    foreign = Target(url="", cores=options.also_cores, told=told)
+    plan = ModesPlan(
+        run=RunPlan(
+            target=Target(url="", told={"cache_state": _cache_state(options)}),
+            workload=_workload_plan(options),
+            load=LoadPlan(
+                kind=kind,
+                burstiness=options.burstiness,
+                warmup_s=options.warmup,
+                duration_s=options.duration,
+                grace_s=options.grace,
+            ),
+            ask=_ask_plan(options),
+            slos=(),
+            quiet=options.quiet,
+        ),
+        rates=rates,
+        ttft_ms=options.slo_ttft,
+        multiples=multiples,
+        chunks=chunks,
+        repeats=options.repeats,
+        undisturbed_s=options.undisturbed,
+        tune_s=options.tune,
+        also=tuple(
+            (name, replace(foreign, url=url.rstrip("/").removesuffix("/v1")))
+            for name, url in (_pair("--also", each) for each in options.also)
+        ),
+    )
+    return _measured(options, _answered(lambda: compare_modes(plan)))
+
+
+def _numbers(name: str, options: argparse.Namespace) -> tuple[float, ...]:
+    found = tuple(_number(f"--{name}", each) for each in getattr(options, name).split(","))
+    if min(found) <= 0:
+        raise CommandError(f"--{name}: each must be above 0", ExitCode.USAGE)
+    return found
 
 
 def _measured(options: argparse.Namespace, result: Any) -> int:
@@ -222,6 +318,11 @@ def _print(result: Any, options: argparse.Namespace) -> None:
     _draw(tables(result), markdown=options.markdown)
     for sentence in sentences(result):
         say(f"\n{sentence}")
+    if options.html:
+        from baton.bench.load.page import write_page
+
+        write_page(options.html, result)
+        say(f"\npage        {options.html}")
 
 
 def _draw(tables: Sequence[Any], *, markdown: bool) -> None:
@@ -246,8 +347,7 @@ def _plan(config: Config, options: argparse.Namespace) -> Any:
     from baton.bench.load.running import RunPlan
 
     kind = Arrivals(options.arrivals)
-    if kind is Arrivals.TRACE and options.workload in ("fixed", "sharegpt"):
-        raise CommandError(f"{options.workload} has no arrival times of its own", ExitCode.USAGE)
+    _check_arrivals(kind, options)
     if kind in (Arrivals.POISSON, Arrivals.GAMMA) and options.rate is None:
         raise CommandError(f"--arrivals {kind} needs --rate", ExitCode.USAGE)
     for name in ("rate", "burstiness", "concurrency", "duration"):
@@ -256,7 +356,7 @@ def _plan(config: Config, options: argparse.Namespace) -> Any:
             raise CommandError(f"--{name} {value:g}: must be above 0", ExitCode.USAGE)
     return RunPlan(
         target=_target(config, options),
-        workload=workload_plan(options),
+        workload=_workload_plan(options),
         load=LoadPlan(
             kind=kind,
             rate=options.rate,
@@ -267,14 +367,19 @@ def _plan(config: Config, options: argparse.Namespace) -> Any:
             requests=options.requests,
             grace_s=options.grace,
         ),
-        ask=ask_plan(options),
+        ask=_ask_plan(options),
         slos=tuple(Slo(options.slo_ttft, gap) for gap in options.slo_gap or [100.0]),
         label=options.label,
         quiet=options.quiet,
     )
 
 
-def workload_plan(options: argparse.Namespace) -> Any:
+def _check_arrivals(kind: str, options: argparse.Namespace) -> None:
+    if kind == "trace" and options.workload in ("fixed", "sharegpt"):
+        raise CommandError(f"{options.workload} has no arrival times of its own", ExitCode.USAGE)
+
+
+def _workload_plan(options: argparse.Namespace) -> Any:
     """Return the workload that the options ask for."""
     from baton.bench.load.workload import WorkloadName, WorkloadPlan
 
@@ -310,7 +415,7 @@ def workload_plan(options: argparse.Namespace) -> Any:
     )
 
 
-def ask_plan(options: argparse.Namespace) -> Any:
+def _ask_plan(options: argparse.Namespace) -> Any:
     """Return how requests are put."""
     from baton.bench.load.asking import AskPlan, PromptForm
 
