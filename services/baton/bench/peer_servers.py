@@ -24,7 +24,7 @@ from pathlib import Path
 from baton.bench import peer_processes
 from baton.bench.load.machine_load import tree
 from baton.bench.peer_asking import Asker, PeerError, Prompts
-from baton.engine.sources import find_source
+from baton.engine.sources import DEFAULT_MODEL, find_source
 from baton.runtime.config import load
 from baton.runtime.dirs import cache_dir
 from baton.runtime.model import model_folder
@@ -58,7 +58,7 @@ def make_files(llama: Path | None) -> PeerFiles:
     cache = cache_dir(config)
     prepared = model_folder(config, cache)
     source = find_source(config.model.path, cache)
-    assert source.gguf is not None, "peers are compared with the default model"
+    assert source.name == DEFAULT_MODEL and source.gguf is not None
     folder = cache / "peers" / "model"
     folder.mkdir(parents=True, exist_ok=True)
     targets = {name: prepared / name for name in _MODEL_FILES}
@@ -101,6 +101,9 @@ class Server(ABC):
         self.sessions: set[int] = set()
         self.running = False
         self.start_s = 0.0
+
+    def prepare(self) -> None:  # noqa: B027 (most are as they were installed)
+        """Compile and convert what an installation does once, and a start never."""
 
     async def start(self, prompts: Prompts) -> None:
         """Start it and wait for its first token; ``start_s`` is how long that took.
@@ -179,37 +182,44 @@ class Server(ABC):
 class Baton(Server):
     """Split 1P1D, as ``baton up`` runs it: every process pins itself."""
 
-    name = "baton"
-
-    def __init__(self, scratch: Path, mode: str = "split") -> None:
+    def __init__(self, scratch: Path, name: str, settings: Mapping[str, str]) -> None:
         super().__init__(scratch)
-        if mode != "split":
-            self.name = f"baton-{mode}"
-        self.client_core = CORES[0] if mode == "split" else None
-        self.model = "smollm2-135m-instruct"
+        self.name = name
+        self.client_core = CORES[0]
+        self.model = DEFAULT_MODEL
         self._environ = {
             **os.environ,
             peer_processes.MARK: self.mark,
-            "BATON_CLUSTER_MODE": mode,
-            "BATON_CLUSTER_RUN_DIR": str(scratch / f"run-{mode}"),
-            "BATON_CLUSTER_NAME": f"peers-{mode}-{os.getpid()}",
+            "BATON_CLUSTER_MODE": "split",
+            "BATON_CLUSTER_RUN_DIR": str(scratch / f"run-{name}"),
+            "BATON_CLUSTER_NAME": f"{name}-{os.getpid()}",
             "BATON_GATEWAY_PORT": str(self.port),
+            **settings,
         }
 
+    def prepare(self) -> None:
+        self._baton("model", "prepare")
+
     def launch(self) -> None:
-        done = self._baton("up")
-        if done.returncode != 0:
-            raise PeerError(f"baton did not start: {done.stdout[-400:]}{done.stderr[-400:]}")
+        self._baton("up")
 
     def stop(self) -> None:
-        self._baton("down")
+        try:
+            self._baton("down")
+        except PeerError as error:
+            sys.stdout.write(f"{error}; ended by signals\n")
         super().stop()
 
-    def _baton(self, verb: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "baton.cli.main", verb]
-        return subprocess.run(
-            command, env=self._environ, capture_output=True, text=True, check=False
+    def _baton(self, *arguments: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "baton.cli.main", *arguments],
+            env=self._environ,
+            capture_output=True,
+            text=True,
+            check=False,
         )
+        if done.returncode != 0:
+            raise PeerError(f"baton {arguments[0]}: {done.stdout[-400:]}{done.stderr[-400:]}")
 
 
 class Llama(Server):

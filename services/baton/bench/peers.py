@@ -61,7 +61,7 @@ class Effort:
     """Of steady streams, alone and with intruders each."""
 
 
-EFFORT = Effort(rounds=3, prompts=2, tokens=96, window_s=14.0)
+EFFORT = Effort(rounds=3, prompts=2, tokens=96, window_s=12.0)
 QUICK = Effort(rounds=1, prompts=1, tokens=24, window_s=6.0)
 
 
@@ -157,7 +157,10 @@ def _servers(scratch: Path) -> tuple[list[Server], dict[str, str]]:
     llama = programs("PEERS_LLAMA_BIN", "llama-server", "llama-quantize")
     vllm = programs("PEERS_VLLM_BIN", "vllm", "vllm-router")
     files = make_files(llama)
-    servers: list[Server] = [Baton(scratch)]
+    servers: list[Server] = [
+        Baton(scratch, "baton", {}),
+        Baton(scratch, "baton-int4", {"BATON_ENGINE_WEIGHTS": "int4"}),
+    ]
     left_out: dict[str, str] = {}
     if llama is None:
         left_out["llama.cpp"] = "not installed (PEERS_LLAMA_BIN)"
@@ -213,6 +216,7 @@ async def _turn(server: Server, prompts: Prompts, effort: Effort) -> dict[str, o
     """Measure one server once."""
     fresh = not server.running
     if fresh:
+        server.prepare()
         await server.start(prompts)
     else:
         server.thaw()
