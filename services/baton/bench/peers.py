@@ -36,6 +36,7 @@ from baton.bench.peer_servers import (
     VllmSplit,
     make_files,
     programs,
+    versions,
 )
 
 PROMPTS = (512, 1024, 2048)
@@ -61,7 +62,7 @@ class Effort:
     """Of steady streams, alone and with intruders each."""
 
 
-EFFORT = Effort(rounds=3, prompts=2, tokens=96, window_s=12.0)
+EFFORT = Effort(rounds=3, prompts=2, tokens=128, window_s=12.0)
 QUICK = Effort(rounds=1, prompts=1, tokens=24, window_s=6.0)
 
 
@@ -69,7 +70,9 @@ def measure(effort: Effort) -> dict[str, object]:
     """Return every server's figures; a server that fails is left out with a reason."""
     seed = int.from_bytes(os.urandom(4)) << 16
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-        servers, left_out = _servers(Path(folder))
+        llama = programs("PEERS_LLAMA_BIN", "llama-server", "llama-quantize")
+        vllm = programs("PEERS_VLLM_BIN", "vllm", "vllm-router")
+        servers, left_out = _servers(Path(folder), llama, vllm)
         runs: dict[str, list[dict[str, object]]] = {server.name: [] for server in servers}
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -81,6 +84,7 @@ def measure(effort: Effort) -> dict[str, object]:
                 if server.running:
                     server.stop()
     return {
+        "versions": versions(llama, vllm),
         "prompts_seed": seed,
         "left_out": left_out,
         "medians": {name: medians(found) for name, found in runs.items() if found},
@@ -90,8 +94,8 @@ def measure(effort: Effort) -> dict[str, object]:
 
 def page(result: dict[str, object]) -> str:
     """Return both tables."""
-    found, left_out = result["medians"], result["left_out"]
-    assert isinstance(found, dict) and isinstance(left_out, dict)
+    found, left_out, told = result["medians"], result["left_out"], result["versions"]
+    assert isinstance(found, dict) and isinstance(left_out, dict) and isinstance(told, dict)
     speed, steady = [], []
     for name, figures in found.items():
         prefill, decode = figures["prefill"], figures["decode"]
@@ -144,6 +148,8 @@ def page(result: dict[str, object]) -> str:
             steady,
         ),
     ]
+    if told:
+        lines.append(f"\nPeers: {', '.join(f'{name} {told[name]}' for name in sorted(told))}.")
     lines += [f"\nLeft out: {name}: {why}." for name, why in left_out.items()]
     return "\n".join(lines)
 
@@ -152,10 +158,10 @@ def _gaps(figures: dict[str, float]) -> str:
     return " / ".join(f"{figures[name]:.1f}" for name in ("p50", "p99", "p999", "max"))
 
 
-def _servers(scratch: Path) -> tuple[list[Server], dict[str, str]]:
+def _servers(
+    scratch: Path, llama: Path | None, vllm: Path | None
+) -> tuple[list[Server], dict[str, str]]:
     """Return the servers that can be had here, and why others cannot."""
-    llama = programs("PEERS_LLAMA_BIN", "llama-server", "llama-quantize")
-    vllm = programs("PEERS_VLLM_BIN", "vllm", "vllm-router")
     files = make_files(llama)
     servers: list[Server] = [
         Baton(scratch, "baton", {}),
