@@ -38,7 +38,9 @@ BENCHES: dict[str, Bench] = {
         control_plane.page,
     ),
     "engine": (
-        lambda quick: engine.measure(repeats=1 if quick else 3, steps=5 if quick else 30),
+        lambda quick: engine.measure(
+            repeats=1 if quick else 3, steps=5 if quick else 30, length=32 if quick else 512
+        ),
         engine.page,
     ),
     "peers": (lambda quick: peers.measure(peers.QUICK if quick else peers.EFFORT), peers.page),
