@@ -26,7 +26,7 @@ _SOURCES = (
     *("tile.h", "quant.h", "gemm.h", "attention.h", "llama.h", "kernels.cpp"),
 )
 #: ``-ffp-contract=off``: what is fused is written as such, so results do not depend on a compiler.
-_ARGUMENTS = (
+ARGUMENTS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
     *("-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-maybe-uninitialized"),
     "-Wno-ignored-attributes",
@@ -89,7 +89,7 @@ def level_named(name: str) -> Level:
 @cache
 def digest_of(level: Level) -> str:
     """Return 12 hex digits of the sources and arguments of ``level``."""
-    whole = hashlib.sha256(" ".join((*_ARGUMENTS, *level.arguments)).encode())
+    whole = hashlib.sha256(" ".join((*ARGUMENTS, *level.arguments)).encode())
     for name in _SOURCES:
         whole.update((_HERE / name).read_bytes())
     return whole.hexdigest()[:12]
@@ -138,7 +138,7 @@ def build_library(cache_dir: Path, level: Level, extra: Sequence[str] = ()) -> P
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     target = folder / f"{name_of(level)}.so"
     part = folder / f".{target.name}.{os.getpid()}"
-    command = [compiler, *_ARGUMENTS, *level.arguments, *extra]
+    command = [compiler, *ARGUMENTS, *level.arguments, *extra]
     try:
         done = subprocess.run(
             [*command, str(_HERE / "kernels.cpp"), "-o", str(part)],
