@@ -27,7 +27,7 @@ from chaos.parts import Part
 from chaos.place import Place
 
 AUDIT_EVERY = 25
-READY_S = 40.0
+READY_S = 90.0
 #: Overlapping faults come this far apart, at most.
 APART_S = 1.5
 #: The longest window of a client that may come back, and the look for those that are over.

@@ -42,6 +42,8 @@ STAGES = (
 SECONDS = (0.2, 0.5, 1.0, 2.5, 4.0, 6.0)
 REACH_S = 6.0
 _LOOK_S = 0.004
+#: A process that was asked to end has ended by then, on any machine.
+_ENDS_S = 60.0
 #: How far into the time to the first token a stage of the real model's prefill lies.
 _SHARES = {"queued": 0.0, "ticketed": 0.1, "first chunk": 0.3, "last chunk": 0.85}
 
@@ -235,13 +237,13 @@ def _victim(
 
 
 async def _ended(process: ProcessName) -> None:
-    deadline = time.monotonic() + 25
+    deadline = time.monotonic() + _ENDS_S
     while process.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 
 def _start_again(place: Place, name: str) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + _ENDS_S
     while place.state(name) not in {"EXITED", "STOPPED", "FATAL"}:
         if time.monotonic() > deadline:
             return
