@@ -163,15 +163,20 @@ def page(runs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _conditions(run: Mapping[str, Any]) -> str:
-    """Return under which conditions the slices were cut."""
+    """Return under which conditions the slices were cut, and what was not as it should be."""
     one = run["conditions"][0]
     rows = [f"- {key}: {one[key]}" for key in ("cpu", "cores", "kernel", "python", "packages")]
+    # Clusters side by side have begun in the same minute.
+    together = {(each["time"][:16], each["commit"]): each for each in run["conditions"]}
     rows += [
         f"- {each['time']}, commit {each['commit']}, {each['side_by_side']} clusters side by side, "
         f"left out: {', '.join(each['skipped']) or 'nothing'}, load average "
         f"{each['load_average_at_start'][0]:.1f} to {each['load_average_at_end'][0]:.1f}"
-        for each in run["conditions"]
+        for each in together.values()
     ]
+    rows += [f"- not ready again in time: {words}" for words in run["never_ready"]]
+    rows += [f"- left behind: {words}" for words in run["leaked"]]
+    rows += [f"- {each['class']}: {each['item']}: {each['why']}" for each in run["bad"]]
     return "\n".join([*(f"- {note}" for note in run["notes"]), *rows])
 
 
