@@ -245,6 +245,16 @@ class Run:
             await faults.inject(self.place, done, Stop())
             hits[role] += len(done.hit)
             await self._ready_after(done)
+            await self._heard_since(done.at)
+
+    async def _heard_since(self, at: float) -> None:
+        """Wait until everybody who waited then has something new: no gap has two faults in it."""
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            latest = [max([one.sent_at, *one.arrivals[-1:]]) for one in self.load.asking.values()]
+            if min(latest, default=deadline) > at:
+                return
+            await asyncio.sleep(0.02)
 
     async def _prefill_works(self) -> None:
         """Wait until one of them has two requests in hand (at most a second)."""

@@ -45,7 +45,8 @@ class Load:
         in_turn: bool = False,
     ) -> None:
         self.judged: list[Judged] = []
-        self.running: set[int] = set()
+        self.asking: dict[int, Heard] = {}
+        """Those that wait for something just now."""
         self._place = place
         self._items = items
         self._seed = seed
@@ -87,7 +88,9 @@ class Load:
         heard = heard if heard is not None else Heard(item)
         heard.through_proxy = through_proxy
         port = self._place.client_port if through_proxy else self._place.port
+        self.asking[id(heard)] = heard
         await ask(heard, port, self._deadline_s)
+        del self.asking[id(heard)]
         judged = Judged(heard, self._judge(heard))
         self.judged.append(judged)
         self._on_bad(judged)
