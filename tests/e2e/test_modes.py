@@ -59,5 +59,5 @@ def test_the_text_is_the_same_in_all_modes() -> None:
     colocated, colocated_ways = _run("colocated")
     adaptive, ways = _run("adaptive")
     assert split == colocated == adaptive
-    assert split_ways["local"] == 0 and colocated_ways["remote"] == 0
-    assert ways["local"] > 0 and sum(ways.values()) == len(adaptive)
+    assert split_ways["remote"] > 0 and colocated_ways["remote"] == 0
+    assert ways["local"] > 0 and sum(ways.values()) >= len(adaptive)
