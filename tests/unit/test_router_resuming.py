@@ -14,6 +14,7 @@ from baton.ports.ledger import Adopted, AdoptRequest, Conflict, EndRequest, Retr
 from baton.wire.messages import (
     CancelWork,
     RequestEnded,
+    RequestMoved,
     RequestPlaced,
     RequestResumed,
     RequestSpec,
@@ -62,6 +63,19 @@ def test_a_claim_moves_the_request_to_its_new_gateway() -> None:
     play.hear(G, RequestEnded("r", 1, CANCELLED))
     assert "r" in play.machine.state.entries, "a gateway that lost it has no say"
     play.hear(G2, RequestEnded("r", 1, CANCELLED), *cancels(D, P))
+    assert not play.machine.state.entries
+
+
+def test_a_router_that_lost_it_with_its_gateway_tells_that_one() -> None:
+    """Another gateway has it at another router, and says so here: who was frozen, or whose client
+    hangs, would wait for its answer until the deadline."""
+    play = placed()
+    play.up(G2, Role.GATEWAY)
+    told = sent(G, RequestResumed, request_id="r", turn=TURN)
+    play.hear(G2, RequestMoved("r", TURN), told)
+    assert not play.machine.state.entries
+    play = placed()
+    play.hear(G, RequestMoved("r", TURN))
     assert not play.machine.state.entries
 
 

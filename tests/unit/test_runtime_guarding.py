@@ -194,24 +194,37 @@ def test_final_codes_end_the_guard(code: int) -> None:
 
 
 def test_pauses_between_failures_grow_and_then_the_guard_ends() -> None:
-    """The first restart is at once, later ones wait; at last everything is started from nothing."""
+    """The first restart is at once, later ones wait; at last everything is started from nothing,
+    after a pause too, since whoever starts it knows nothing of its worker's failures."""
     talk = Talk()
     talk.tell(Began())
     pauses = []
     while True:
         ended = talk.now
         done = talk.tell(WorkerEnded(70))
-        if done and isinstance(done[0], Exit):
-            assert done[0].code == 70
-            break
-        while StartWorker(yielding=False) not in done:
+        while not done:
             talk.now = talk.machine.deadline()
             done = talk.look()
         pauses.append(round(talk.now - ended, 1))
+        if isinstance(done[0], Exit):
+            assert done[0].code == 70
+            break
+        assert done == [StartWorker(yielding=False)]
     assert pauses == sorted(pauses)
     assert pauses[0] == 0.0
-    assert len(pauses) == COLD_AFTER - 1
+    assert len(pauses) == COLD_AFTER
     assert PAUSE_MAX_S / 2 < pauses[-1] <= PAUSE_MAX_S
+
+
+def test_a_long_start_that_fails_is_no_good_run() -> None:
+    """What never became ready has not run, however long it tried."""
+    talk = Talk()
+    talk.tell(Began())
+    talk.pass_time(2 * STEADY_S, beating=False)
+    assert talk.tell(WorkerEnded(75)) == [StartWorker(yielding=False)]
+    talk.pass_time(2 * STEADY_S, beating=False)
+    assert talk.tell(WorkerEnded(75)) == []
+    assert talk.machine.failures == 2
 
 
 def test_a_good_run_forgets_failures() -> None:

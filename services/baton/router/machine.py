@@ -40,6 +40,7 @@ from baton.wire.messages import (
     RequestEnded,
     RequestFenced,
     RequestMoved,
+    RequestResumed,
     SubmitRequest,
     WorkerStatus,
     WorkFailed,
@@ -158,7 +159,7 @@ class RouterMachine:
             case SubmitRequest():
                 self.admission.submit(peer, message, now)
             case RequestMoved(request_id, turn):
-                self._moved(request_id, turn)
+                self._moved(peer, request_id, turn)
             case RequestEnded():
                 self._ended(peer, message)
             case RequestFenced(request_id, epoch, output):
@@ -252,11 +253,14 @@ class RouterMachine:
         if state is LeaseState.HELD and before is LeaseState.LOST:
             self.adoption.announce()
 
-    def _moved(self, request_id: str, turn: int) -> None:
-        """The gateway has given it to another router: its workers are that one's."""
+    def _moved(self, gateway: Peer, request_id: str, turn: int) -> None:
+        """A gateway has given it to another router: its workers are that one's. The gateway that it
+        had here may not know that its client reads elsewhere."""
         entry = self.state.entries.get(request_id)
         if entry is not None and entry.turn < turn:
             self.state.note("superseded", entry, by_turn=turn)
+            if entry.spec.gateway != gateway:
+                self.state.send(entry.spec.gateway, RequestResumed(request_id, turn))
             self.verdicts.forget(entry)
 
     def _drain(self, now: float) -> None:

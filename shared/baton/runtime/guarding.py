@@ -29,7 +29,7 @@ YIELD_S = 10.0
 #: What a worker may still do after the death of its guard's parent: within the 5 s promised.
 GRACE_S = 3.0
 #: After so many failures in a row the guard ends too: what it holds may be their reason, and a
-#: start from nothing is the only cure left.
+#: start from nothing is the only cure left. It ends after the pause, since it begins to count anew.
 COLD_AFTER = 8
 
 #: Asks a worker to end in order because nobody is left to restart it.
@@ -149,6 +149,8 @@ class GuardMachine:
         """Nothing before this counts against the worker: the guard did not see it."""
         self._started_at = 0.0
         self._start_due: float | None = None
+        self._cold_code: int | None = None
+        """The guard ends with it when its worker would be started next."""
         self._hurry_due: float | None = None
         self._kill_due: float | None = None
         self._was_ready = False
@@ -225,7 +227,10 @@ class GuardMachine:
         self._looked_at = now
         if self.state is WorkerState.ABSENT:
             if self._start_due is not None and now >= self._start_due:
-                self._start(now, do, yielding=False)
+                if self._cold_code is None:
+                    self._start(now, do, yielding=False)
+                else:
+                    self._end(self._cold_code, "a start from nothing may help", do)
             return
         if self.state is WorkerState.STARTING and beat:
             self._become(WorkerState.SERVING)
@@ -281,16 +286,16 @@ class GuardMachine:
             self._failed(code, now, do)
 
     def _failed(self, code: int, now: float, do: Do) -> None:
-        steady = now - self._started_at >= STEADY_S
+        steady = self._was_ready and now - self._started_at >= STEADY_S
         self.failures = 1 if steady else self.failures + 1
         pause = pause_s(self.failures)
         cold = self.failures >= COLD_AFTER
         how = {"code": code} if code >= 0 else {"signal": signal.Signals(-code).name}
-        fields = {"failures": self.failures, "restart_in_s": None if cold else pause}
+        fields = {"failures": self.failures, "restart_in_s": pause, "from_nothing": cold}
         do(Note("worker_ended", {**how, **fields}, "warning"))
         if cold:
-            self._end(code if code > 0 else EX_AGAIN, "a start from nothing may help", do)
-        elif pause:
+            self._cold_code = code if code > 0 else EX_AGAIN
+        if pause:
             self._start_due = now + pause
         else:
             self._start(now, do, yielding=False)
