@@ -313,7 +313,7 @@ class Transfers:
         ]
         if self.verified or released:
             raise Accepted(f"{kind}: {message.request_id} epoch {message.epoch} had an effect")
-        self.injected[kind] += len(message.sums)
+        self.injected[kind] += len(message.sums) if isinstance(message, ChunkAnnounced) else 1
 
     def _fenced(self, kind: str, epoch: int, ticket: Ticket) -> None:
         """No block of an outdated ticket may be stored into."""
