@@ -299,6 +299,13 @@ def test_a_finding_is_told_although_something_else_is_silent() -> None:
     assert verdict.unseen
 
 
+@pytest.mark.parametrize("stage", ["fencing", "retrying"])
+def test_an_attempt_that_its_router_has_given_up_is_nobodys(stage: str) -> None:
+    """Decode dropped it and said so; its router waits until a gateway out of reach is fenced."""
+    planted = _more(_less(_unknown_to_worker(clean()), ROUTER, RUNS), ROUTER, held(RUNS, stage))
+    assert not list(discrepancies(planted))
+
+
 def test_a_block_that_moved_while_its_owner_was_asked_says_nothing() -> None:
     """A cached block that one request after the other takes up differs in every look."""
     planted = PLANTS[Kind.BLOCK_DIFFERS](clean())

@@ -253,6 +253,8 @@ _HOLDERS = {
 }
 #: Stages in which a holder only waits for the gateway's word.
 _WAITING_FOR_WORD = frozenset({"finished", "closing"})
+#: Stages of a router in which the attempt of the record is over.
+_OVER_HERE = frozenset({"fencing", "retrying"})
 
 
 def _requests(view: _View) -> Iterator[Discrepancy]:
@@ -291,7 +293,8 @@ def _records(view: _View) -> Iterator[Discrepancy]:
             if peer not in view.members and not done:
                 text = f"{record.state}; its {role} is gone"
                 yield Discrepancy(Kind.RECORD_WITHOUT_OWNER, f"{name}: {peer}", text)
-        if record.state in _WITH_DECODE and not _knows(view, record.decode, record.request_id):
+        lost = record.state in _WITH_DECODE and not _knows(view, record.decode, record.request_id)
+        if lost and not _is_fenced(view, record.router, record.request_id):
             text = f"{record.state} at {record.decode}"
             yield Discrepancy(Kind.RECORD_UNKNOWN_TO_WORKER, f"{name}: {record.decode}", text)
         waits = record.request_id in view.ends
@@ -304,6 +307,14 @@ def _knows(view: _View, peer: Peer | None, request_id: str) -> bool:
     """Whether that process holds the request; true if it could not be asked."""
     held = view.sample.holdings.get(peer) if peer is not None else None
     return held is None or any(each.request_id == request_id for each in held.requests)
+
+
+def _is_fenced(view: _View, peer: Peer | None, request_id: str) -> bool:
+    """Whether its router knows that its attempt is over, and waits for its gateway to be
+    fenced, at most for ``recovery_ms``."""
+    held = view.sample.holdings.get(peer) if peer is not None else None
+    requests = held.requests if held is not None else ()
+    return any(each.request_id == request_id and each.stage in _OVER_HERE for each in requests)
 
 
 def _index(view: _View) -> Iterator[Discrepancy]:
