@@ -190,9 +190,14 @@ def _llamas(scratch: Path, llama: Path, files: PeerFiles) -> Iterator[Server]:
 
 
 def _turns(servers: Sequence[Server], number: int) -> list[Server]:
-    """Return the order of a round: everybody is once first, once last, in the long run."""
+    """Return the order of a round.
+
+    Those that take longest to start come first, so that one that does not work here shows early;
+    each further round begins with the next one.
+    """
+    turned = [*reversed(servers)]
     shift = number % len(servers)
-    return [*servers[shift:], *servers[:shift]]
+    return [*turned[shift:], *turned[:shift]]
 
 
 async def _rounds(
