@@ -52,7 +52,7 @@ def ensure_kernels(config: Config, folder: Path, cache: Path) -> KernelChoice:
     """
     info = read_info(folder)
     choice = _chosen(config, folder, info, cache)
-    if choice is None or choice.missing:
+    if config.engine.kernels != "torch" and (choice is None or choice.missing):
         say("making kernels for this CPU, once")
         dtype = resolve_dtype(config.model.dtype)
         engine = config.engine
