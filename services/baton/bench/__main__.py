@@ -12,6 +12,7 @@ from pathlib import Path
 import orjson
 
 from baton.bench import (
+    agreement,
     control_plane,
     engine,
     handover,
@@ -26,6 +27,10 @@ from baton.bench.conditions import conditions, others_cpu_s
 Bench = tuple[Callable[[bool], dict[str, object]], Callable[[dict[str, object]], str]]
 
 BENCHES: dict[str, Bench] = {
+    "agreement": (
+        lambda quick: agreement.measure(rounds=1 if quick else 5, requests=12 if quick else 40),
+        agreement.page,
+    ),
     "handover": (lambda quick: handover.measure(repeats=2 if quick else 10), handover.page),
     "interference": (
         lambda quick: interference.measure(
@@ -56,7 +61,7 @@ BENCHES: dict[str, Bench] = {
 }
 
 #: Needs programs that are not Baton's, and minutes without other load: only when named.
-ON_DEMAND = ("peers",)
+ON_DEMAND = ("agreement", "peers")
 
 
 def main() -> int:

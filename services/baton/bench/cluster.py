@@ -118,7 +118,11 @@ def bench_cluster(**settings: str) -> Iterator[BenchCluster]:
         try:
             yield BenchCluster(port, run_dir, _model(port), settings, environ)
         finally:
-            subprocess.run([*COMMAND, "down"], env=environ, capture_output=True, check=True)
+            done = subprocess.run(
+                [*COMMAND, "down"], env=environ, capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                raise BenchError(f"the cluster did not stop:\n{done.stdout}{done.stderr}")
 
 
 def _model(port: int) -> str:
