@@ -172,12 +172,15 @@ def test_batons_metrics_become_the_windows_figures() -> None:
             f"baton_request_queue_seconds_count {n}\n"
             "# TYPE process_cpu_seconds_total counter\n"
             f'process_cpu_seconds_total{{worker="decode-0"}} {n * 0.5}\n'
+            f'process_cpu_seconds_total{{worker="gateway-0"}} {n * 0.1}\n'
         )
 
+    silent = server_figures(Metrics(""), scrape(30), 20.0)
+    assert silent.handovers == 0 and silent.cpu_cores == {}
     found = server_figures(scrape(10), scrape(30), 20.0)
     assert found.handovers == 20
     assert found.handover_ms == pytest.approx(2.0)
     assert found.handover_share_of_ttft == pytest.approx(0.02)
     assert found.queue_ms == pytest.approx(0.5) and found.queue_p99_ms == pytest.approx(1.0)
-    assert found.cpu_cores == {"decode-0": 0.5}
+    assert found.cpu_cores == {"decode-0": 0.5, "gateway-0": 0.1}
     assert found.prefix_hit_share == 0.0

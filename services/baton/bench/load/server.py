@@ -87,6 +87,16 @@ class Metrics:
             sample for family in text_string_to_metric_families(text) for sample in family.samples
         ]
 
+    def workers(self) -> set[str]:
+        """Return who answered the scrape."""
+        return set(self.by("process_cpu_seconds_total", "worker"))
+
+    def of(self, workers: set[str]) -> Metrics:
+        """Return the samples of these workers, and those of no worker."""
+        kept = Metrics("")
+        kept._samples = [s for s in self._samples if s.labels.get("worker", "") in {"", *workers}]
+        return kept
+
     def total(self, name: str) -> float:
         """Return a sample's sum over all its labels."""
         return sum(sample.value for sample in self._samples if sample.name == name)
@@ -101,7 +111,12 @@ class Metrics:
 
 
 def server_figures(before: Metrics, after: Metrics, seconds: float) -> ServerFigures:
-    """Return what happened between two scrapes that lie ``seconds`` apart."""
+    """Return what happened between two scrapes that lie ``seconds`` apart.
+
+    A worker that did not answer one of them, or started in between, is left out.
+    """
+    common = before.workers() & after.workers()
+    before, after = before.of(common), after.of(common)
 
     def grown(name: str) -> float:
         return after.total(name) - before.total(name)
