@@ -225,7 +225,7 @@ MUTATIONS = {
     "decode takes any epoch from prefill": Mutation(
         no_epoch_in_the_hand_over,
         Scenario(prefills=2, decodes=1, blocks=20, requests=40, stalls=6, faults=NOISY),
-        ("effect of a lower epoch", "left behind", "has no owner"),
+        ("effect of a lower epoch", "left behind", "has no owner", "no outcome in bounded time"),
     ),
     "a lost link counts as a writer's death": Mutation(
         no_proof_of_death,
