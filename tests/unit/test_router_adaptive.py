@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from baton.core.ids import Peer
 from baton.core.outcomes import Reason
@@ -236,6 +237,18 @@ def test_what_would_only_wait_is_refused_with_an_honest_time(refuse: bool) -> No
     play.submit(spec("r", 100), sent(G, RequestRefused, reason=Reason.OVERLOADED))
     refused = play.messages(RequestRefused)[-1]
     assert 2_000 <= refused.retry_after_ms <= 3_500 and "would wait" in refused.message
+
+
+def test_nobody_waits_for_requests_whose_gateway_is_away() -> None:
+    """They wait for their client to come back, for a minute perhaps: that delays nobody."""
+    play = Adaptive(slo=Slo(2.0, 0.05, refuse=True), prefill_ahead_max=1)
+    play.says(P, waiting=1, queued_tokens=1_000)
+    play.says(D, curve=SLOW, free=5, **busy(4))
+    for number in range(3):
+        play.admit(replace(spec(f"w{number}", 1_000), resume_ms=60_000))
+    for entry in play.machine.state.entries.values():
+        entry.gateway_lost_at = play.now
+    play.submit(spec("r", 100), call(AdmitRequest))
 
 
 def test_a_full_queue_costs_little_until_something_changes() -> None:

@@ -64,18 +64,21 @@ class Admission:
         awaited = self.state.starting(now) or self.state.returning(now)
         if not self.state.placement.largest_tokens() and not awaited:
             return Reason.NO_DECODE_WORKER, "no decode worker is up"
-        waiting = [
-            entry.spec.prompt_tokens
+        entries = [
+            entry
             for entry in self.state.entries.values()
             if entry.phase not in (Phase.PLACED, Phase.CLOSING, Phase.ADOPTING)
         ]
+        waiting = [entry.spec.prompt_tokens for entry in entries]
         if len(waiting) >= limits.queue_requests_max:
             return Reason.OVERLOADED, f"{len(waiting)} requests are waiting"
         if sum(waiting) + spec.prompt_tokens > limits.queue_tokens_max:
             return Reason.OVERLOADED, f"{sum(waiting)} prompt tokens are waiting"
         if (text := self.state.placement.too_long(spec)) is not None:
             return Reason.TOO_LONG, text
-        return self._too_late(sum(waiting))
+        # One whose gateway is away waits for that, and nobody waits for it.
+        there = (entry for entry in entries if entry.gateway_lost_at is None)
+        return self._too_late(sum(entry.spec.prompt_tokens for entry in there))
 
     def _too_late(self, tokens: int) -> tuple[Reason, str] | None:
         """Say why its first token would come too late whatever way it goes, if that is so and is
