@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -176,29 +177,27 @@ def test_two_gateways_share_one_port() -> None:
 
 @pytest.mark.slow
 def test_a_taken_port_is_tried_slowly_and_taken_when_free() -> None:
-    """A port in use for 60 s: 4 to 15 starts in that time, serving within 20 s of its release."""
-    with ops_cluster() as cluster:
+    """A port in use for 60 s: 4 to 15 starts in that time, serving within 20 s of its release.
+
+    On IPv6, where supervisor does not hold the socket of a single gateway; taken while that one is
+    drained, since a killed one is back on its port before anybody else can have it."""
+    with ops_cluster(BATON_GATEWAY_HOST="::1") as cluster:
         cluster.up()
-        log = cluster.run_dir / "logs" / "supervisord.log"
-        with socket.socket() as squatter:
+        log = cluster.run_dir / "logs" / "gateway-0.log"
+        assert cluster.baton("drain", "gateway-0", "--force").returncode == 0
+        with socket.socket(socket.AF_INET6) as squatter:
             squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            cluster.process("gateway-0").send(signal.SIGKILL)
-
-            def taken() -> bool:
-                try:
-                    squatter.bind(("127.0.0.1", cluster.port))
-                    squatter.listen()
-                except OSError:
-                    return False
-                return True
-
-            wait_until(taken, 10.0, "the port is ours")
-            before = log.read_text().count("spawned: 'gateway-0'")
-            with pytest.raises(AssertionError):
-                wait_until(lambda: False, 60.0, "a minute")
-            starts = log.read_text().count("spawned: 'gateway-0'") - before
-            assert 4 <= starts <= 15
-        wait_until(lambda: _serves(cluster), 20.0, "serving again")
+            squatter.bind(("::1", cluster.port))
+            squatter.listen()
+            # It waits for the gateway for a minute, and says that it is not ready.
+            assert cluster.baton("start", "gateway-0").returncode == 75
+            lines = [json.loads(line) for line in log.read_text().splitlines() if line[:1] == "{"]
+            failed = [line["ts"] for line in lines if line["event"] == "start_failed"]
+        times = [datetime.fromisoformat(each) for each in failed]
+        starts = sum(each - times[0] < timedelta(seconds=60) for each in times)
+        assert 4 <= starts <= 15, failed
+        client = GatewayClient(f"http://[::1]:{cluster.port}")
+        wait_until(lambda: client.health()[0], 20.0, "serving again")
 
 
 @pytest.mark.slow
