@@ -12,7 +12,7 @@ import pytest
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 #: Begins and ends, with a thread made in between; prints policy and cores of all threads each time.
 PROGRAM = """
-import os, resource, sys, threading
+import os, resource, sys, threading, time
 from baton.runtime import yielding
 from baton.runtime.cores import Placement
 
@@ -36,7 +36,9 @@ stop = threading.Event()
 threading.Thread(target=stop.wait).start()
 show()
 if float(sys.argv[2]) < 1:
-    stop.wait(1.0)
+    waited_until = time.monotonic() + 25
+    while os.sched_getscheduler(0) == os.SCHED_IDLE and time.monotonic() < waited_until:
+        stop.wait(0.05)
 else:
     yielding.end(os.getpid(), Placement((last,), 1))
 show()
@@ -49,7 +51,7 @@ def shown(rights: str, most_s: float = 60.0) -> list[str]:
         [sys.executable, "-c", PROGRAM, rights, str(most_s)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=True,
     )
     return done.stdout.splitlines()

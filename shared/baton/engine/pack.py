@@ -38,8 +38,10 @@ _LANES = 16
 _CHECKED = 300
 _CHUNK = 110
 #: Largest difference of a logit from the modules in float32 over the same weights, in standard
-#: deviations of the logits, that counts as rounding.
-TOLERANCE = {"float32": 5e-3, "bfloat16": 0.3}
+#: deviations of the logits, that counts as rounding. With codes a tiny model of random weights came
+#: to 0.202, so they have a bound of their own.
+_TOLERANCE = {"float32": 5e-3, "bfloat16": 0.2}
+_TOLERANCE_CODES = {"float32": 5e-3, "bfloat16": 0.3}
 
 
 def pack(
@@ -74,7 +76,8 @@ def _write_checked(
     try:
         spec = describe(model, info, dtype, weights)
         write_packed(part, spec, dict(tensors_of(model, spec)))
-        check(part, model, info, dtype, library)
+        allowed = _TOLERANCE if weights == "full" else _TOLERANCE_CODES
+        _check(part, model, info, dtype, library, allowed=allowed[dtype])
     except ModelRefused as error:
         write_packed(
             part, msgspec.structs.replace(_NOTHING, model=info.digest, refused=str(error)), {}
@@ -86,14 +89,15 @@ _NOTHING = PackedSpec("", "", 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, ())
 
 
 @torch.inference_mode()
-def check(path: Path, model: Any, info: ModelInfo, dtype: str, library: Path) -> float:
+def _check(
+    path: Path, model: Any, info: ModelInfo, dtype: str, library: Path, *, allowed: float
+) -> None:
     """Compare the compiled step with the modules, which become float32 on the way.
 
-    Returns:
-        The largest difference of a logit, in standard deviations of the logits.
+    ``allowed``: the largest difference of a logit, in standard deviations of the logits.
 
     Raises:
-        ModelRefused: it is more than rounding.
+        ModelRefused: it is more than that.
     """
     layout = layout_of(info, dtype, _LANES, "lanes")
     engine = LlamaEngine(Library(library), path, info, layout, kernels="checked")
@@ -122,12 +126,11 @@ def check(path: Path, model: Any, info: ModelInfo, dtype: str, library: Path) ->
     whole = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0]
     wanted = whole[torch.tensor(ends) - 1].numpy()
     worst = float(np.abs(np.stack(found) - wanted).max() / wanted.std())
-    if not worst <= TOLERANCE[dtype]:
+    if not worst <= allowed:
         raise ModelRefused(
             f"the compiled step differs from the modules by {worst:.3g} standard deviations "
-            f"({TOLERANCE[dtype]} allowed)"
+            f"({allowed} allowed)"
         )
-    return worst
 
 
 @torch.inference_mode()
