@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import signal
 
 from support.ops_cluster import BATON, ops_cluster, wait_until
 from support.ops_terminal import exit_code, read_until
@@ -16,8 +15,6 @@ def test_ctrl_c_cancels_the_answer_and_leaves_the_program() -> None:
         cluster.up()
         pid, terminal = pty.fork()
         if pid == 0:
-            # Whoever runs the tests in the background has them ignore it.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execve(BATON[0], [*BATON, "chat", "--max-tokens", "400"], cluster.env())
         try:
             read_until(terminal, "> ", 30)
