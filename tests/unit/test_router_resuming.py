@@ -10,10 +10,20 @@ from baton.core.ids import Peer, Role
 from baton.core.lifecycles import RequestState
 from baton.core.outcomes import Reason
 from baton.ports.driving import CallLedger
-from baton.ports.ledger import Adopted, AdoptRequest, Conflict, EndRequest, RetryRequest
+from baton.ports.ledger import (
+    Adopted,
+    AdoptRequest,
+    Conflict,
+    Done,
+    EndRequest,
+    PlaceRequest,
+    RetryRequest,
+)
 from baton.wire.messages import (
     CancelWork,
+    FenceRequest,
     RequestEnded,
+    RequestFenced,
     RequestMoved,
     RequestPlaced,
     RequestResumed,
@@ -64,6 +74,20 @@ def test_a_claim_moves_the_request_to_its_new_gateway() -> None:
     assert "r" in play.machine.state.entries, "a gateway that lost it has no say"
     play.hear(G2, RequestEnded("r", 1, CANCELLED), *cancels(D, P))
     assert not play.machine.state.entries
+
+
+def test_what_its_former_gateway_holds_counts_no_more() -> None:
+    """Both were asked for the same epoch: its client reads at the new one, which may hold less."""
+    play = placed()
+    play.failed(D, Reason.INTEGRITY, *cancels(D, P), FENCE)
+    resumed = sent(G, RequestResumed, request_id="r", turn=TURN)
+    play.hear(G2, replace(claim(play), begun=True), resumed, call(AdoptRequest, turn=TURN, epoch=1))
+    adopted = Adopted(1, RequestState.ADMITTED, 1, 0, None, None)
+    play.answered(adopted, sent(G2, FenceRequest, epoch=2))
+    play.hear(G, RequestFenced("r", 2, b"\x01\0\0\0"))
+    play.hear(G2, RequestFenced("r", 2, b""), call(RetryRequest, epoch=1))
+    play.answered(Done(2, RequestState.ADMITTED), call(PlaceRequest, epoch=2))
+    assert play.machine.state.entries["r"].output == b""
 
 
 def test_a_router_that_lost_it_with_its_gateway_tells_that_one() -> None:

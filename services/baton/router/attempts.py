@@ -36,6 +36,7 @@ from baton.wire.messages import (
     DecodeReserved,
     FenceRequest,
     MoveOffered,
+    RequestFenced,
     RequestPlaced,
     RequestResumed,
     ReserveDecode,
@@ -375,14 +376,16 @@ class Attempts:
     def _ask_for_fence(self, entry: Entry) -> None:
         self.state.send(entry.spec.gateway, FenceRequest(entry.spec.request_id, entry.epoch + 1))
 
-    def fenced(self, request_id: str, epoch: int, output: bytes, now: float) -> None:
-        entry = self.state.entries.get(request_id)
-        if entry is None or entry.phase is not Phase.FENCING or epoch <= entry.epoch:
+    def fenced(self, gateway: Peer, message: RequestFenced, now: float) -> None:
+        entry = self.state.entries.get(message.request_id)
+        if entry is None or entry.phase is not Phase.FENCING or message.epoch <= entry.epoch:
             return
-        if epoch > entry.epoch + 1:
+        if entry.spec.gateway != gateway:
+            return  # its client reads elsewhere by now, and has what that gateway says
+        if message.epoch > entry.epoch + 1:
             # It was fenced by somebody whose retry the ledger never saw: go on from there.
-            entry.epoch = epoch - 1
-        if not self.blames.fenced(entry, output, now):
+            entry.epoch = message.epoch - 1
+        if not self.blames.fenced(entry, message.output, now):
             return
         entry.phase = Phase.RETRYING
         entry.ledger_since = now

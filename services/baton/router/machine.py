@@ -162,8 +162,8 @@ class RouterMachine:
                 self._moved(peer, request_id, turn)
             case RequestEnded():
                 self._ended(peer, message)
-            case RequestFenced(request_id, epoch, output):
-                self.attempts.fenced(request_id, epoch, output, now)
+            case RequestFenced():
+                self.attempts.fenced(peer, message, now)
             case WorkerStatus():
                 view = self.state.placement.workers.get(peer)
                 if view is not None:
