@@ -13,7 +13,7 @@ from baton.bench.load.answer import Answer
 from baton.bench.load.arrivals import Arrivals
 from baton.bench.load.asking import AskPlan, Conversation, PromptForm
 from baton.bench.load.generator import Generator, LoadPlan
-from baton.bench.load.http import Client
+from baton.bench.load.http import Body, Client
 from baton.bench.load.workload import Session, Turn
 
 USAGE = (
@@ -142,6 +142,31 @@ def test_connections_are_kept_and_one_closed_meanwhile_is_replaced() -> None:
             assert taker.ok, taker.error
         assert len(served) == 5
         assert client.opened == 3
+
+    asyncio.run(with_server(serve, use))
+
+
+def test_who_is_cancelled_after_its_response_leaves_the_connection_alone() -> None:
+    """Whoever asks next on the kept connection may have begun before the cancelled one wakes up."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await read_request(reader)
+            writer.write(HEAD + b"Content-Length: 2\r\n\r\nok")
+
+    async def use(client: Client) -> None:
+        loop, following = asyncio.get_running_loop(), list[asyncio.Task[tuple[int, bytes]]]()
+
+        class Ends(Body):
+            def end(self, now: float, error: str = "") -> None:
+                loop.call_soon(first.cancel)
+                following.append(loop.create_task(client.get("/")))
+
+        first = loop.create_task(client.request("GET", "/", b"", Ends()))
+        await asyncio.wait([first])
+        assert first.cancelled()
+        assert await following[0] == (200, b"ok")
+        assert client.opened == 1
 
     asyncio.run(with_server(serve, use))
 

@@ -159,8 +159,10 @@ class _Connection(asyncio.Protocol):
         try:
             return await self._over
         except asyncio.CancelledError:
-            self._taker = None
-            self.close()
+            # Cancelled after the end of its response: the connection may be somebody else's by now.
+            if self._taker is taker:
+                self._taker = None
+                self.close()
             raise
 
     # --- asyncio's calls ------------------------------------------------------------------------
