@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from baton.engine.attention import NAME
-from baton.engine.load import with_padded_experts
+from baton.engine.load import row_invariant
 from baton.ports.engine import ModelInfo
 
 VOCAB = 211
@@ -82,7 +82,7 @@ def tiny_model(family: str, *, attention: str = NAME) -> Any:
     torch.manual_seed(11)
     make: Any = AutoModelForCausalLM.from_config
     model = make(tiny_config(family), attn_implementation=attention).eval().requires_grad_(False)
-    return with_padded_experts(model) if attention == NAME else model
+    return row_invariant(model) if attention == NAME else model
 
 
 def tiny_info(model: Any) -> ModelInfo:

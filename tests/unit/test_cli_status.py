@@ -46,11 +46,11 @@ def test_a_process_without_a_lease_is_starting(capsys: pytest.CaptureFixture[str
         {**nobody, "process": "ledger", "role": "ledger", "state": "running", "pid": 8},
         {**nobody, "process": "prefill-0", "role": "prefill", "state": "exited", "exit_code": 1},
     ]
-    kernels = {"running": ["torch-tiles-1 x86_64"], "note": "plain torch: no compiler"}
+    kernels = {"running": ["torch-tiles-2 x86_64"], "note": "plain torch: no compiler"}
     picture = {"ready": False, "trouble": [], "model": "tiny", "processes": processes}
     show({**picture, "kernels": kernels}, RECORD)
     title, _, *lines = capsys.readouterr().out.splitlines()
-    assert lines.pop() == "kernels: torch-tiles-1 x86_64 (plain torch: no compiler)"
+    assert lines.pop() == "kernels: torch-tiles-2 x86_64 (plain torch: no compiler)"
     assert title == "baton-x at http://127.0.0.1:8000: split, tiny, NOT ready"
     rows = {line.split()[0]: line.split() for line in lines}
     assert rows["decode-0"][-1] == "starting"

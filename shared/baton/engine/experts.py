@@ -1,9 +1,9 @@
 """Mixture-of-experts layers whose results do not depend on the batch.
 
-Decides how the tokens that chose one expert are multiplied: gathered and padded to whole register
-tiles, so that a token's bits are the same however many others chose the same expert; its experts'
-outputs are summed in the order the router ranked them. transformers' own implementations group
-tokens without padding, which the proof refuses.
+Decides how the tokens that chose one expert are multiplied: gathered, by products whose rows do not
+see each other, so that a token's bits are the same however many others chose the same expert; its
+experts' outputs are summed in the order the router ranked them. transformers' own implementations
+multiply groups of any size at once, which the proof refuses.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, pad
 from transformers.integrations.moe import ExpertsInterface
 
-from baton.engine.plan import padded
+from baton.engine.products import product
 
 #: Name under which transformers knows this implementation.
-NAME = "baton_padded"
+NAME = "baton_row_invariant"
 
 
-def padded_experts(
+def row_invariant_experts(
     module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Apply each token's experts.
@@ -39,9 +38,7 @@ def padded_experts(
     flat = chosen.reshape(-1)
     for expert in sorted(set(flat.tolist())):
         places = (flat == expert).nonzero()[:, 0]
-        rows = hidden[places // count]
-        lined = pad(rows, (0, 0, 0, padded(len(places)) - len(places)))
-        parts[places] = _one_expert(module, lined, expert)[: len(places)]
+        parts[places] = _one_expert(module, hidden[places // count], expert)
     weighted = parts.view(tokens, count, -1) * weights.unsqueeze(-1)
     total = weighted[:, 0]
     for rank in range(1, count):
@@ -61,7 +58,7 @@ def _one_expert(module: Any, rows: torch.Tensor, expert: int) -> torch.Tensor:
 def _linear(module: Any, name: str, rows: torch.Tensor, expert: int) -> torch.Tensor:
     weight = getattr(module, name)[expert]
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
-    return linear(rows, weight.t() if module.is_transposed else weight, bias)
+    return product(rows, weight.t() if module.is_transposed else weight, bias)
 
 
-ExpertsInterface.register(NAME, padded_experts)
+ExpertsInterface.register(NAME, row_invariant_experts)

@@ -19,7 +19,7 @@ INFO_FILE = "baton.json"
 
 #: The kernel sets that are not compiled. A change of any kernel's arithmetic gets a new name:
 #: values of two sets may differ in the last bit, and then recovery would not be exact.
-KERNELS = {"torch": "torch-tiles-1", "fake": "fake-1"}
+KERNELS = {"torch": "torch-tiles-2", "fake": "fake-1"}
 
 DTYPES = ("float32", "bfloat16")
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from baton.engine import experts
 from baton.engine.attention import NAME
 from baton.engine.info import ModelNotPrepared, ModelRefused
+from baton.engine.products import use_products
 
 #: What a model's code may raise when it is made to do what it was not written for.
 FOREIGN_ERRORS = (
@@ -88,11 +89,12 @@ def empty_model(config: PretrainedConfig, dtype: str) -> Any:
             raise ModelRefused(
                 f"{config.model_type} takes no registered attention ({error!r})"
             ) from error
-    return with_padded_experts(model)
+    return row_invariant(model)
 
 
-def with_padded_experts(model: Any) -> Any:
-    """Give the model the row-invariant experts, if it has any that can be replaced."""
+def row_invariant(model: Any) -> Any:
+    """Give the model products, and experts if it has any, whose rows do not see each other."""
+    use_products(model)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(experts.NAME)
     return model

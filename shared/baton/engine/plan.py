@@ -23,9 +23,10 @@ from baton.ports.engine import KVLayout, Row
 
 #: Keys of one tile. Part of the arithmetic: another value is another kernel set.
 TILE = 256
-#: Packed rows are padded to a multiple of this, so that every matrix product sees whole register
-#: tiles and a row's result does not depend on how many rows stand beside it.
-ROWS_MULTIPLE = 8
+#: Packed rows are padded to a multiple of this, so that attention's products see whole register
+#: tiles, element-wise functions whole vectors, and ``products`` whole pieces: a row's result must
+#: not depend on how many rows stand beside it.
+ROWS_MULTIPLE = 16
 
 #: Tiles of decoding rows that are attended to together: few enough for the caches, enough to keep
 #: the number of calls low.

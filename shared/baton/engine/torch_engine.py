@@ -18,7 +18,7 @@ from baton.engine.attention import ArenaView, AttentionStep, attending
 from baton.engine.compiled_attention import CompiledAttention
 from baton.engine.info import KERNELS
 from baton.engine.load import load_model
-from baton.engine.plan import TILE, padded, plan_step
+from baton.engine.plan import TILE, plan_step
 from baton.engine.rehearsal import rehearse
 from baton.engine.sampler import sample_rows
 from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, nothing
@@ -148,11 +148,9 @@ class TorchEngine:
         inputs = {"input_ids": plan.input_ids, "position_ids": plan.positions, "use_cache": False}
         with attending(step), told.before_head_of(self._model):
             if plan.last:
-                keep = plan.last + plan.last[:1] * (padded(len(plan.last)) - len(plan.last))
-                out: torch.Tensor = self._model(**inputs, logits_to_keep=torch.tensor(keep)).logits[
-                    0
-                ]
-                found = out[: len(plan.last)].float()
+                keep = torch.tensor(plan.last)
+                out: torch.Tensor = self._model(**inputs, logits_to_keep=keep).logits
+                found = out[0].float()
             else:
                 self._model.base_model(**inputs)
                 found = torch.empty(0, self.info.vocab_size)
