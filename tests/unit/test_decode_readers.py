@@ -24,6 +24,7 @@ from baton.wire.messages import (
     TokenChunk,
     TokensBounded,
     WorkAdopted,
+    WorkAsked,
     WorkFailed,
 )
 from support.decode_parts import CANCELLED, STEP, Decode, G, R, spec
@@ -225,3 +226,17 @@ def test_a_worker_that_shuts_down_does_not_wait_for_readers() -> None:
     play.lose(G, gone=True)
     step(play, 2)
     assert any(isinstance(command, Exit) for command in play.do(DrainRequested()))
+
+
+def test_a_router_that_asks_hears_what_is_not_here() -> None:
+    """What is here goes on, and nothing of it changes; another epoch or another router's is not
+    what was asked for."""
+    play = streaming()
+    play.hear(R, WorkAsked("r", 1, 1))
+    assert sequence(play).router == R
+    unknown = sent(R, WorkFailed, request_id="r", reason=Reason.UNKNOWN_ATTEMPT)
+    play.hear(R, WorkAsked("r", 2, 1), unknown)
+    adopt(play, G, turn=2)
+    play.hear(R, WorkAsked("r", 1, 1), unknown)
+    play.hear(G, RequestEnded("r", 1, CANCELLED))
+    play.hear(R, WorkAsked("r", 1, 2), unknown)

@@ -36,6 +36,7 @@ from baton.wire.messages import (
     RequestPlaced,
     RequestRefused,
     ReserveDecode,
+    WorkAsked,
     WorkerStatus,
     WorkFailed,
     WorkRefused,
@@ -590,7 +591,9 @@ def test_a_running_request_does_not_end_because_its_router_lost_the_gateway() ->
     play = Router()
     play.place(spec())
     play.lose(G)
-    assert play.wait(20.0) == []
+    said = play.wait(20.0)
+    assert {type(command.message) for command in said} == {WorkAsked}
+    assert play.machine.state.entries["r"].decode == D, "it is still placed there"
     play.up(G, Role.GATEWAY, sent(G, RequestPlaced))
     play.hear(G, RequestEnded("r", 1, COMPLETED))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from baton.core.ids import Peer, Role
@@ -30,6 +31,7 @@ from baton.wire.messages import (
     RequestSpec,
     SubmitRequest,
     WorkAdopted,
+    WorkAsked,
 )
 from support.machine_playbook import sent
 from support.router_playbook import CANCELLED, FENCE, D, G, P, Router, call, cancels, spec
@@ -137,3 +139,35 @@ def test_whom_the_ledger_gave_to_another_one_tells_its_gateway() -> None:
     conflict = Conflict(2, RequestState.PLACED, turn=TURN)
     play.answered(conflict, sent(G, RequestResumed, request_id="r", turn=TURN))
     assert not play.machine.state.entries
+
+
+@pytest.mark.parametrize("request_", [spec(), lasting()], ids=["plain", "resumable"])
+def test_who_ended_out_of_sight_leaves_no_entry_behind(request_: RequestSpec) -> None:
+    """The link to its gateway ends while both live, the gateway ends the request at decode and
+    dies: nobody is left to say so. Decode is asked, again and again, and what it does not have is
+    over."""
+    play = placed(request_)
+    play.lose(G)
+    patience_s = max(request_.resume_ms, play.machine.state.limits.recovery_ms) / 1000
+    play.wait(patience_s)
+    assert not play.messages(WorkAsked), "its gateway may come back"
+    play.wait(5)
+    asked = play.messages(WorkAsked, D)
+    assert 2 <= len(asked) <= 3
+    assert asked[0] == WorkAsked("r", 1, 1)
+    assert "r" in play.machine.state.entries, "decode has it: it goes on"
+    play.failed(D, Reason.UNKNOWN_ATTEMPT, *cancels(D, P))
+    play.wait(0.1)
+    (end,) = ended(play)
+    assert end.outcome.reason is Reason.GATEWAY_LOST
+    assert not play.machine.state.entries
+
+
+def test_nobody_is_asked_once_the_gateway_is_back() -> None:
+    """It says itself what has become of it."""
+    play = placed()
+    play.lose(G)
+    play.wait(WINDOW_MS / 1000 - 1)
+    play.up(G, Role.GATEWAY, sent(G, RequestPlaced, epoch=1))
+    play.wait(10)
+    assert not play.messages(WorkAsked)

@@ -59,6 +59,7 @@ from baton.wire.messages import (
     TokensBounded,
     TokensWanted,
     WorkAdopted,
+    WorkAsked,
     WorkerStatus,
     WorkFailed,
     WriterStopped,
@@ -219,6 +220,8 @@ class DecodeMachine:
                 self._cancel_work(message)
             case WorkAdopted():
                 self._adopted(peer, message, now)
+            case WorkAsked():
+                self._asked(peer, message)
             case RequestEnded():
                 self._ended(peer, message)
             case TokensBounded():
@@ -310,12 +313,22 @@ class DecodeMachine:
             self._drop(seq)  # it is computed again, with all that its gateway has to be told
             seq = None
         if seq is None or seq.epoch < epoch:
-            text = f"{self.state.me} has no such attempt"
-            self.state.send(router, WorkFailed(request_id, epoch, Reason.UNKNOWN_ATTEMPT, text))
+            self._unknown(router, request_id, epoch)
         elif seq.epoch == epoch and seq.turn <= message.turn:
             seq.router, seq.turn, seq.offered = router, message.turn, False
             if seq.stage is not Stage.IMPORTING:
                 self._reserved(seq)
+
+    def _asked(self, router: Peer, message: WorkAsked) -> None:
+        """A router that cannot see the gateway asks: whoever ended it here may have told nobody
+        else before it died."""
+        seq = self.state.sequences.get(message.request_id)
+        if seq is None or seq.epoch != message.epoch or seq.turn > message.turn:
+            self._unknown(router, message.request_id, message.epoch)
+
+    def _unknown(self, router: Peer, request_id: str, epoch: int) -> None:
+        text = f"{self.state.me} has no such attempt"
+        self.state.send(router, WorkFailed(request_id, epoch, Reason.UNKNOWN_ATTEMPT, text))
 
     # --- the hand-over ------------------------------------------------------------------------
 

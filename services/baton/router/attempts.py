@@ -40,6 +40,7 @@ from baton.wire.messages import (
     RequestPlaced,
     RequestResumed,
     ReserveDecode,
+    WorkAsked,
     WorkFailed,
     WorkRefused,
 )
@@ -299,6 +300,14 @@ class Attempts:
             self._ask_for_fence(entry)
         elif entry.verdict is not None:
             self.state.send(entry.spec.gateway, entry.verdict)
+
+    def ask_decode(self, entry: Entry, now: float) -> None:
+        """Nobody has been heard of it for long: without this an entry whose end nobody could tell
+        would stay until the deadline."""
+        assert entry.decode is not None
+        entry.ask_at = now + self.state.limits.lease_ttl_ms / 1000
+        asked = WorkAsked(entry.spec.request_id, entry.epoch, entry.turn)
+        self.state.send(entry.decode, asked)
 
     def _placed_entry(self, request_id: str, epoch: int) -> Entry | None:
         entry = self.state.entries.get(request_id)

@@ -106,6 +106,8 @@ class Entry:
     closed_at: float = 0.0
     gateway_lost_at: float | None = None
     """Since when there is no link to its gateway."""
+    ask_at: float = 0.0
+    """Not before then is decode asked again whether it still has it."""
     restored: bool = False
     """Its record may have been made anew after the ledger was emptied."""
     held: int = 0

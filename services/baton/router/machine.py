@@ -302,11 +302,14 @@ class RouterMachine:
         lost_at = entry.gateway_lost_at
         away_ms = 0.0 if lost_at is None else (now - lost_at) * 1000
         patience_ms = max(limits.recovery_ms, entry.spec.resume_ms)
-        # What is placed runs on while its gateway lives: its tokens do not come this way.
+        # What is placed runs on while its gateway lives: its tokens do not come this way. Whether
+        # the request lives as well, only decode can say.
         runs = entry.phase is Phase.PLACED and not entry.gateway_gone
         if away_ms > patience_ms and not runs:
             self.verdicts.end_for_lost_gateway(entry)
             return
+        if away_ms > patience_ms and now >= entry.ask_at:
+            self.attempts.ask_decode(entry, now)
         if entry.phase is Phase.CLOSING:
             if (now - entry.closed_at) * 1000 > limits.terminal_ttl_ms:
                 self.state.note("end_never_heard", entry, level="warning")

@@ -311,6 +311,18 @@ class WorkAdopted(Message, frozen=True):
     held: Count = 0
 
 
+class WorkAsked(Message, frozen=True):
+    """router -> decode: do you still have this attempt? Asked while the request's gateway is out of
+    the router's sight: who ended it may be dead, and nobody left to say so.
+
+    Decode answers with :class:`WorkFailed` if it has no such attempt, or another router answers for
+    it; otherwise nothing, and nothing changes."""
+
+    request_id: RequestId
+    epoch: Epoch
+    turn: Turn = 1
+
+
 class WorkerStatus(Message, frozen=True):
     """worker -> router, with every heartbeat and after each change that matters to placement."""
 
@@ -537,6 +549,7 @@ AnyMessage = (
     | CancelWork
     | LastStep
     | WorkAdopted
+    | WorkAsked
     | WorkerStatus
     | ArenaOffered
     | ArenaMapped
