@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import urllib.request
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli.processes import members
 from support.ops_cluster import BATON, OpsCluster, ops_cluster, wait_until
 
 #: The fake engine's vocabulary is bytes.
@@ -40,9 +42,10 @@ def test_a_run_gives_figures_under_conditions(cluster: OpsCluster, tmp_path: Pat
     assert figures["ok"] == figures["requests"] == len(run["rows"]) >= 40
     assert all(row[1] == "ok" and row[2] == 64 and row[4] == 8 for row in run["rows"])
     assert figures["ttft"]["count"] == figures["ok"]
-    # Who does not answer a scrape in time on a busy machine is missing in it.
-    workers = set(figures["server"]["cpu_cores"])
-    assert {"gateway-0"} <= workers <= {"prefill-0", "decode-0", "router-0", "gateway-0"}
+    server = figures["server"]
+    assert set(server["cpu_cores"]) == {"prefill-0", "decode-0", "router-0", "gateway-0"}
+    assert 0 < server["handovers"] <= figures["requests"]
+    assert server["handover_bytes"] > 0 and 0 < server["handover_share_of_ttft"] < 1
     assert conditions["limits"]["mode"] == "split"
     assert conditions["dtype"] == "none: the fake engine"
     assert any(name.startswith("decode-0") for name in conditions["pinning"]["server"])
@@ -112,22 +115,88 @@ def test_a_foreign_server_without_its_conditions_is_not_measured(cluster: OpsClu
     assert done.returncode == 1 and done.stderr.count("\n") == 1
 
 
+_HOLDER = """
+import sys, time
+from baton.bench.cluster import bench_cluster
+with bench_cluster() as cluster:
+    print(cluster.run_dir, flush=True)
+    sys.stdin.readline()
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("does", ["term", "int", "leave int", "leave term int"])
+def test_a_bench_that_is_ended_leaves_nothing(cluster: OpsCluster, does: str) -> None:
+    """By SIGTERM or Ctrl-C, while its cluster serves or while it is taken down already."""
+    process = subprocess.Popen(
+        [BATON[0], "-c", _HOLDER],
+        env=cluster.env(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # The terminal sends to a whole group: this one's is its own.
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        run_dir = Path(process.stdout.readline().strip())
+        mine = f"baton-bench-{process.pid}-"
+        assert members(run_dir) and _arenas(mine)
+        for what in does.split():
+            if what == "leave":
+                process.stdin.write("\n")
+                process.stdin.flush()
+                wait_until(lambda: bool(_downs(run_dir)), 30, "it is taken down")
+            else:
+                number = signal.SIGTERM if what == "term" else signal.SIGINT
+                os.killpg(process.pid, number)
+        assert process.wait(60) != 0
+        assert not process.stdout.read()
+        assert not members(run_dir) and not _arenas(mine) and not run_dir.exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _arenas(prefix: str) -> list[str]:
+    return [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
+
+
+def _downs(run_dir: Path) -> list[str]:
+    """Return the commands that take the cluster in ``run_dir`` down just now."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            environ = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"down" in words and f"BATON_CLUSTER_RUN_DIR={run_dir}".encode() in environ:
+            found.append(folder.name)
+    return found
+
+
 @pytest.mark.slow
 def test_modes_are_compared_on_clusters_of_their_own(cluster: OpsCluster, tmp_path: Path) -> None:
-    """Every mode is measured with the same load; one table, one sentence, a page."""
-    file, page = tmp_path / "m.json", tmp_path / "m.html"
-    done = cluster.baton(
+    """Every mode is measured with the same load, in two parts; one table, one sentence, a page."""
+    file, page, slices = tmp_path / "m.json", tmp_path / "m.html", tmp_path / "slices"
+    command = (
         *("bench", "compare-modes", *IDS, "--prompt-tokens", "100", "--output-tokens", "8"),
         *("--rates", "5,10", "--chunks", "64", "--multiples", "2,50", "--undisturbed", "2"),
-        *("--warmup", "0.5", "--duration", "3", "--tune", "2"),
+        *("--warmup", "0.5", "--duration", "3", "--tune", "2", "--slices", str(slices)),
         *("--out", str(file), "--html", str(page)),
-        timeout_s=580,
     )
+    done = cluster.baton(*command, "--minutes", "0.5", timeout_s=300)
+    assert done.returncode == 1 and "nothing to compare yet: 0.5 minutes" in done.stderr
+    kept = {path: path.stat().st_mtime_ns for path in slices.glob("*.slice.json")}
+    assert kept
+    done = cluster.baton(*command, timeout_s=580)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
     found = json.loads(file.read_bytes())
-    modes = {run["settings"]["mode"] for run in found["runs"]}
-    assert {"split", "colocated"} <= modes
+    assert {run["settings"]["mode"] for run in found["runs"]} == {"split", "colocated", "adaptive"}
     assert all(run["figures"]["ok"] for run in found["runs"])
     assert set(found["findings"]["goodput_per_cost"]) == {"2", "50"}
     assert found["findings"]["advice"] in done.stdout
+    assert "forecasts of the time to the first token" in done.stdout
     assert "Goodput against rate" in page.read_text()

@@ -14,6 +14,7 @@ from baton.bench.load.arrivals import Arrivals
 from baton.bench.load.asking import AskPlan, Conversation, PromptForm
 from baton.bench.load.generator import Generator, LoadPlan
 from baton.bench.load.http import Body, Client
+from baton.bench.load.server import ServerError, identify
 from baton.bench.load.workload import Session, Turn
 
 USAGE = (
@@ -201,6 +202,33 @@ def test_nobody_there_is_an_error_of_the_request() -> None:
         taker = Answer(0.0)
         await Client("http://127.0.0.1:1").request("POST", "/", b"{}", taker)
         assert taker.error.startswith("not connected")
+
+    asyncio.run(use())
+
+
+def test_who_accepts_and_says_nothing_is_not_waited_for() -> None:
+    """Neither for metrics nor to learn who it is: the error says how long it was waited for."""
+
+    async def use() -> None:
+        heard = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            heard.set()
+            await reader.read(1)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = Client(url, get_s=0.2)
+        async with asyncio.timeout(60):
+            with pytest.raises(OSError, match=r"/metrics: no answer within 0\.2 s"):
+                await client.get("/metrics")
+            assert heard.is_set()
+            with pytest.raises(ServerError, match="no answer within"):
+                await identify(client, url)
+        client.close()
+        server.close()
 
     asyncio.run(use())
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from baton.bench.asker import Prompts, first_at
+from baton.bench.figures import gaps_within
 from baton.bench.load.answer import Answer
-from baton.bench.peer_asking import Prompts, first_at
 from baton.bench.peer_figures import (
-    gaps_ms,
     medians,
     rate,
     spread,
@@ -43,12 +43,12 @@ def test_rate_counts_only_while_all_streams_run() -> None:
 def test_gaps_lie_within_the_window_and_within_a_stream() -> None:
     """A gap that reaches over the window's edge is left out, and so is one between streams."""
     streams = [[0.0, 1.0, 1.5, 3.0], [1.2, 1.3]]
-    assert gaps_ms(streams, 0.5, 2.0) == pytest.approx([500.0, 100.0])
+    assert gaps_within(streams, 0.5, 2.0) == pytest.approx([0.5, 0.1])
 
 
 def test_spread_has_the_tail() -> None:
     """Of a thousand gaps p99.9 is the second largest, max the largest."""
-    figures = spread([float(number) for number in range(1, 1001)])
+    figures = spread([number / 1e3 for number in range(1, 1001)])
     assert figures == {"p50": 500.0, "p99": 990.0, "p999": 999.0, "max": 1000.0}
 
 

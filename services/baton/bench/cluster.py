@@ -18,6 +18,9 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from baton.bench.ends import term_interrupts, undisturbed
 
 COMMAND = [sys.executable, "-m", "baton.cli.main"]
 
@@ -59,32 +62,26 @@ class BenchCluster:
 
     def metrics(self) -> dict[tuple[str, str], float]:
         """Return (sample name, worker) -> value, summed over all other labels."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=20)
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-        connection.close()
         found: dict[tuple[str, str], float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name.endswith("_bucket"):
-                    continue
+        for sample in self._samples():
+            if not sample.name.endswith("_bucket"):
                 key = (sample.name, sample.labels.get("worker", ""))
                 found[key] = found.get(key, 0.0) + sample.value
         return found
 
     def counts_by_label(self, name: str, label: str) -> dict[str, float]:
         """Return the samples of one counter, summed by ``label``."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=20)
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-        connection.close()
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == name:
-                    value = sample.labels.get(label, "")
-                    found[value] = found.get(value, 0.0) + sample.value
+        for sample in self._samples():
+            if sample.name == name:
+                value = sample.labels.get(label, "")
+                found[value] = found.get(value, 0.0) + sample.value
         return found
+
+    def _samples(self) -> Iterator[Sample]:
+        text = _get(self.port, "/metrics").decode()
+        for family in text_string_to_metric_families(text):
+            yield from family.samples
 
     def events(self, worker_id: str, event: str) -> list[dict[str, object]]:
         """Return the log events of that name of one worker, oldest first."""
@@ -97,12 +94,15 @@ class BenchCluster:
 def bench_cluster(**settings: str) -> Iterator[BenchCluster]:
     """Start a cluster with these ``BATON_*`` settings; stop it, and fail if something is left.
 
+    SIGTERM ends the block as Ctrl-C does. Neither reaches the command that takes the cluster down,
+    nor the wait for it: what was started is gone afterwards.
+
     Raises:
         BenchError: it did not start.
     """
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         run_dir = Path(folder) / "run"
-        port = _free_port()
+        port = free_port()
         environ = {
             **os.environ,
             "BATON_CLUSTER_RUN_DIR": str(run_dir),
@@ -110,30 +110,43 @@ def bench_cluster(**settings: str) -> Iterator[BenchCluster]:
             "BATON_GATEWAY_PORT": str(port),
             **settings,
         }
-        done = subprocess.run(
-            [*COMMAND, "up"], env=environ, capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            raise BenchError(f"the cluster did not start:\n{done.stdout}{done.stderr}")
-        try:
-            yield BenchCluster(port, run_dir, _model(port), settings, environ)
-        finally:
-            done = subprocess.run(
-                [*COMMAND, "down"], env=environ, capture_output=True, text=True, check=False
-            )
-            if done.returncode != 0:
-                raise BenchError(f"the cluster did not stop:\n{done.stdout}{done.stderr}")
+        with term_interrupts():
+            try:
+                _run(environ, "up", "start")
+                yield BenchCluster(port, run_dir, _model(port), settings, environ)
+            finally:
+                with undisturbed():
+                    _run(environ, "down", "stop")
+
+
+def _run(environ: dict[str, str], command: str, word: str) -> None:
+    done = subprocess.run(
+        [*COMMAND, command],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        # Ctrl-C at the terminal is this process's to handle.
+        start_new_session=True,
+    )
+    if done.returncode != 0:
+        raise BenchError(f"the cluster did not {word}:\n{done.stdout}{done.stderr}")
 
 
 def _model(port: int) -> str:
+    return str(json.loads(_get(port, "/v1/models"))["data"][0]["id"])
+
+
+def _get(port: int, path: str) -> bytes:
     connection = HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.request("GET", "/v1/models")
-    answer = json.loads(connection.getresponse().read())
+    connection.request("GET", path)
+    body = connection.getresponse().read()
     connection.close()
-    return str(answer["data"][0]["id"])
+    return body
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port at 127.0.0.1 that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

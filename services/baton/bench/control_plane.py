@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from baton.bench.asker import random_prompt
 from baton.bench.cluster import BenchCluster, bench_cluster
 from baton.bench.figures import table
-from baton.bench.streams import complete, random_prompt
+from baton.bench.streams import Streams, streams
 
 IDLE_S = 10.0
 LEASE_OPS = ("AcquireLease", "RenewLease", "ReleaseLease")
@@ -19,11 +20,12 @@ LEASE_OPS = ("AcquireLease", "RenewLease", "ReleaseLease")
 
 def measure(*, requests: int) -> dict[str, object]:
     """Return CPU and ledger calls of requests with 2 and with 64 output tokens."""
-    with bench_cluster(BATON_ENGINE_KIND="fake", BATON_ARENA_SIZE_MB="64") as cluster:
-        _requests(cluster, 10, tokens=2, seed=1)
+    settings = {"BATON_ENGINE_KIND": "fake", "BATON_ARENA_SIZE_MB": "64"}
+    with bench_cluster(**settings) as cluster, streams(cluster) as asked:
+        _requests(asked, 10, tokens=2, seed=1)
         idle = _idle(cluster)
         runs = [
-            _cost(cluster, requests, tokens, at_once, idle)
+            _cost(cluster, asked, idle, count=requests, tokens=tokens, at_once=at_once)
             for tokens, at_once in ((2, 1), (64, 1), (2, 8), (64, 8))
         ]
     return {"idle_cpu_share": idle, "runs": runs}
@@ -46,7 +48,13 @@ def _idle(cluster: BenchCluster) -> dict[str, float]:
 
 
 def _cost(
-    cluster: BenchCluster, count: int, tokens: int, at_once: int, idle: dict[str, float]
+    cluster: BenchCluster,
+    asked: Streams,
+    idle: dict[str, float],
+    *,
+    count: int,
+    tokens: int,
+    at_once: int,
 ) -> dict[str, object]:
     cpu_before, began = _cpu(cluster), time.monotonic()
     calls_before = cluster.counts_by_label("baton_ledger_calls_total", "op")
@@ -54,7 +62,7 @@ def _cost(
     with ThreadPoolExecutor(at_once) as pool:
         shares = [count // at_once] * at_once
         jobs = [
-            pool.submit(_requests, cluster, share, tokens=tokens, seed=seed + 1_000 * number)
+            pool.submit(_requests, asked, share, tokens=tokens, seed=seed + 1_000 * number)
             for number, share in enumerate(shares)
         ]
         for job in jobs:
@@ -81,12 +89,10 @@ def _cost(
     }
 
 
-def _requests(cluster: BenchCluster, count: int, *, tokens: int, seed: int) -> None:
+def _requests(asked: Streams, count: int, *, tokens: int, seed: int) -> None:
     for number in range(count):
         prompt = [97 + (id_ % 26) for id_ in random_prompt(64, seed + number)]
-        stream = complete(cluster, prompt, tokens)
-        if stream.error:
-            raise RuntimeError(stream.error)
+        asked.complete(prompt, tokens)
 
 
 def page(result: dict[str, object]) -> str:

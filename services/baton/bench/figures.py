@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least ``share`` of ``values`` do not exceed."""
     if not values:
         return float("nan")
-    ordered = sorted(values)
+    return at_share(sorted(values), share)
+
+
+def at_share(ordered: Sequence[float], share: float) -> float:
+    """Return a quantile (nearest rank) of sorted values, of which there is at least one."""
     rank = max(1, -(-int(share * 1_000_000) * len(ordered) // 1_000_000))
     return ordered[min(rank, len(ordered)) - 1]
+
+
+def gaps_within(streams: Iterable[Sequence[float]], begin: float, end: float) -> list[float]:
+    """Return the gaps between neighbours of one stream's arrivals, both within ``begin..end``."""
+    return [
+        after - before
+        for arrivals in streams
+        for before, after in pairwise(arrivals)
+        if begin <= before and after <= end
+    ]
 
 
 def spread_ms(values: Sequence[float]) -> dict[str, float]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 
+from baton.bench.asker import first_at, random_prompt
 from baton.bench.cluster import bench_cluster
-from baton.bench.figures import spread_ms, table
-from baton.bench.streams import Background, complete, gaps_between, random_prompt
+from baton.bench.figures import gaps_within, spread_ms, table
+from baton.bench.streams import streams
 
 STREAMS = 4
 INTRUDER_TOKENS = 2000
@@ -26,9 +27,9 @@ def measure(*, calm_s: float, disturbed_s: float) -> dict[str, object]:
 
 
 def _mode(mode: str, *, calm_s: float, disturbed_s: float) -> dict[str, object]:
-    with bench_cluster(BATON_CLUSTER_MODE=mode) as cluster:
-        complete(cluster, random_prompt(64, 1), 4)
-        background = Background(cluster, STREAMS, prompt_tokens=64, max_tokens=700, seed=9_000_000)
+    with bench_cluster(BATON_CLUSTER_MODE=mode) as cluster, streams(cluster) as asked:
+        asked.complete(random_prompt(64, 1), 4)
+        background = asked.background(STREAMS, prompt_tokens=64, max_tokens=700, seed=9_000_000)
         time.sleep(5.0)  # all four past their own prefill
         calm_from = time.monotonic()
         time.sleep(calm_s)
@@ -37,16 +38,15 @@ def _mode(mode: str, *, calm_s: float, disturbed_s: float) -> dict[str, object]:
         number = 0
         while time.monotonic() - calm_until < disturbed_s:
             began = time.monotonic()
-            intruder = complete(cluster, random_prompt(INTRUDER_TOKENS, 500 + number), 1)
-            if intruder.error:
-                raise RuntimeError(intruder.error)
-            ttft.append(time.monotonic() - intruder.sent_at)
+            intruder = asked.complete(random_prompt(INTRUDER_TOKENS, 500 + number), 1)
+            ttft.append(first_at(intruder) - intruder.sent_at)
             number += 1
             time.sleep(max(0.0, EVERY_S - (time.monotonic() - began)))
         disturbed_until = time.monotonic()
-        streams = background.stop()
-    calm = gaps_between(streams, calm_from, calm_until)
-    disturbed = gaps_between(streams, calm_until, disturbed_until)
+        answers = background.stop()
+    arrivals = [answer.arrivals for answer in answers]
+    calm = gaps_within(arrivals, calm_from, calm_until)
+    disturbed = gaps_within(arrivals, calm_until, disturbed_until)
     seconds = calm_until - calm_from
     return {
         "gap_calm_ms": spread_ms(calm),
@@ -54,7 +54,7 @@ def _mode(mode: str, *, calm_s: float, disturbed_s: float) -> dict[str, object]:
         "intruder_s": spread_ms([value / 1e3 for value in ttft]),
         "tokens_per_s_calm": round(len(calm) / seconds, 1),
         "tokens_per_s_disturbed": round(len(disturbed) / (disturbed_until - calm_until), 1),
-        "errors": [stream.error for stream in streams if stream.error],
+        "errors": [answer.error for answer in answers if answer.error],
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import median
 
 from baton.bench.figures import quantile
@@ -35,20 +34,10 @@ def tokens_per_piece(answers: Sequence[Answer]) -> float:
     return sum(r.tokens for r in answers) / sum(len(r.arrivals) for r in answers)
 
 
-def gaps_ms(arrivals: Sequence[Sequence[float]], begin: float, end: float) -> list[float]:
-    """Return the gaps in milliseconds between neighbours of one stream within ``begin..end``."""
-    return [
-        (after - before) * 1e3
-        for stream in arrivals
-        for before, after in pairwise(stream)
-        if begin <= before and after <= end
-    ]
-
-
-def spread(gaps: Sequence[float]) -> Figures:
-    """Return p50, p99, p99.9 and max."""
+def spread(gaps_s: Sequence[float]) -> Figures:
+    """Return p50, p99, p99.9 and max in milliseconds."""
     shares = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "max": 1.0}
-    return {name: round(quantile(gaps, share), 1) for name, share in shares.items()}
+    return {name: round(quantile(gaps_s, share) * 1e3, 1) for name, share in shares.items()}
 
 
 def waited(sent: Sequence[float], came: Sequence[float | None], end: float) -> Figures:

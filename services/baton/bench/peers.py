@@ -21,11 +21,13 @@ from pathlib import Path
 import uvloop
 
 from baton.bench import peer_processes
-from baton.bench.figures import table
+from baton.bench.asker import Asker, Prompts, first_at, hang_up
+from baton.bench.cluster import BenchError
+from baton.bench.ends import undisturbed
+from baton.bench.figures import gaps_within, table
 from baton.bench.load.answer import Answer
 from baton.bench.load.machine_load import others_cores, usage
-from baton.bench.peer_asking import Asker, PeerError, Prompts, first_at, hang_up
-from baton.bench.peer_figures import gaps_ms, medians, rate, spread, tokens_per_piece, waited
+from baton.bench.peer_figures import medians, rate, spread, tokens_per_piece, waited
 from baton.bench.peer_servers import (
     CORES,
     Baton,
@@ -80,9 +82,10 @@ def measure(effort: Effort) -> dict[str, object]:
         except KeyboardInterrupt:
             left_out["further rounds"] = "interrupted"
         finally:
-            for server in servers:
-                if server.running:
-                    server.stop()
+            with undisturbed():
+                for server in servers:
+                    if server.running:
+                        server.stop()
     return {
         "versions": versions(llama, vllm),
         "prompts_seed": seed,
@@ -215,7 +218,7 @@ async def _rounds(
             began = time.monotonic()
             try:
                 runs[server.name].append(await _turn(server, prompts, effort))
-            except (PeerError, OSError) as error:
+            except (BenchError, OSError) as error:
                 left_out[server.name] = str(error)
                 server.stop()
             seconds = time.monotonic() - began
@@ -319,9 +322,9 @@ async def _steady(
     early = [answer for answer, task in steady if task.done()]
     await hang_up([task for _, task in (*steady, *intruders)])
     if early:
-        raise PeerError(f"a steady stream ended early: {early[0].error}")
+        raise BenchError(f"a steady stream ended early: {early[0].error}")
     if failed := [answer.error for answer, _ in intruders if answer.error]:
-        raise PeerError(f"an intruder failed: {failed[0]}")
+        raise BenchError(f"an intruder failed: {failed[0]}")
     await asyncio.sleep(1.0)  # the server notices that its clients went away
     arrivals = [answer.arrivals for answer, _ in steady]
     counted = sum(begin < at <= end for stream in arrivals for at in stream)
@@ -331,7 +334,7 @@ async def _steady(
         end,
     )
     figures: dict[str, object] = {
-        "gap_ms": spread(gaps_ms(arrivals, begin, end)),
+        "gap_ms": spread(gaps_within(arrivals, begin, end)),
         "tokens_per_s": round(counted * pieces / window_s, 1),
     }
     return figures, dict(waits)
@@ -341,7 +344,7 @@ async def _all_begun(answers: Sequence[Answer]) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     while not all(answer.arrivals for answer in answers):
         if time.monotonic() > deadline or any(answer.error for answer in answers):
-            raise PeerError(f"a steady stream did not begin: {answers[0].error}")
+            raise BenchError(f"a steady stream did not begin: {answers[0].error}")
         await asyncio.sleep(0.05)
 
 

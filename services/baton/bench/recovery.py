@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from baton.bench.cluster import BenchCluster, bench_cluster
+from baton.bench.asker import random_prompt
+from baton.bench.cluster import BenchCluster, BenchError, bench_cluster
 from baton.bench.figures import spread_ms, table
-from baton.bench.streams import Stream, complete, random_prompt
+from baton.bench.streams import Streams, streams
 
 LENGTHS = (500, 2000, 4000)
 #: Pieces before the kill, and the length of the whole answer.
@@ -39,15 +40,17 @@ def measure(*, repeats: int, lengths: tuple[int, ...] = LENGTHS) -> dict[str, ob
     result: dict[str, object] = {"repeats": repeats}
     for way in WAYS:
         decodes = "1" if way == "take_over" else "2"
-        with bench_cluster(BATON_CLUSTER_DECODE=decodes) as cluster:
-            complete(cluster, random_prompt(64, 1), 4)
-            result[way] = {str(n): _series(cluster, way, n, repeats) for n in lengths}
+        with bench_cluster(BATON_CLUSTER_DECODE=decodes) as cluster, streams(cluster) as asked:
+            asked.complete(random_prompt(64, 1), 4)
+            result[way] = {str(n): _series(cluster, asked, way, n, repeats) for n in lengths}
     return result
 
 
-def _series(cluster: BenchCluster, way: str, tokens: int, repeats: int) -> dict[str, object]:
+def _series(
+    cluster: BenchCluster, asked: Streams, way: str, tokens: int, repeats: int
+) -> dict[str, object]:
     runs = [
-        _killed(cluster, way, random_prompt(tokens, 1_000 * tokens + number))
+        _killed(cluster, asked, way, random_prompt(tokens, 1_000 * tokens + number))
         for number in range(repeats)
     ]
     return {
@@ -71,14 +74,13 @@ class Run:
     """What the worker that went on logged of it."""
 
 
-def _killed(cluster: BenchCluster, way: str, prompt: list[int]) -> Run:
+def _killed(cluster: BenchCluster, asked: Streams, way: str, prompt: list[int]) -> Run:
     """Stream, and kill in mid-stream."""
     _until(lambda: _all_ready(cluster, way), "everybody to be ready")
     pids = cluster.processes()
-    stream = Stream()
-    client = threading.Thread(target=complete, args=(cluster, prompt, ANSWER, stream))
-    client.start()
-    _until(lambda: len(stream.arrivals) >= BEFORE or bool(stream.error), "the first tokens")
+    stream = asked.begin(prompt, ANSWER)
+    arrivals = stream.answer.arrivals
+    _until(lambda: len(arrivals) >= BEFORE or stream.ended.is_set(), "the first tokens")
     placed = cluster.events("router-0", "placed")[-1]
     victim = str(placed["decode"]).partition("/")[0]
     if way == "prefill":
@@ -86,13 +88,9 @@ def _killed(cluster: BenchCluster, way: str, prompt: list[int]) -> Run:
             path.unlink()
     killed_at = time.monotonic()
     os.kill(pids[victim], signal.SIGKILL)
-    client.join()
-    if stream.error:
-        raise RuntimeError(stream.error)
-    gaps = [
-        (after, after - before)
-        for before, after in zip(stream.arrivals, stream.arrivals[1:], strict=False)
-    ]
+    if error := stream.wait().error:
+        raise BenchError(error)
+    gaps = [(after, after - before) for before, after in pairwise(arrivals)]
     return Run(
         max(gap for end, gap in gaps if end <= killed_at),
         max(gap for end, gap in gaps if end > killed_at),
@@ -120,7 +118,7 @@ def _until(seen: Callable[[], bool], what: str) -> None:
     began = time.monotonic()
     while not seen():
         if time.monotonic() - began > PATIENCE_S:
-            raise RuntimeError(f"waited in vain for {what}")
+            raise BenchError(f"waited in vain for {what}")
         time.sleep(0.005)
 
 

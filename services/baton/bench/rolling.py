@@ -13,10 +13,13 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
-from baton.bench.cluster import BenchCluster, BenchError, bench_cluster
-from baton.bench.figures import spread_ms, table
-from baton.bench.streams import Background, Stream, complete, gaps_between, random_prompt
+from baton.bench.asker import random_prompt
+from baton.bench.cluster import BenchError, bench_cluster
+from baton.bench.figures import gaps_within, spread_ms, table
+from baton.bench.load.answer import Answer
+from baton.bench.streams import Stream, Streams, streams
 
 LOAD = 0.7
 CLIENTS = 8
@@ -29,51 +32,34 @@ _STEP = re.compile(r"\[\d+/\d+\] (\S+): (\w+), ([0-9.]+) s")
 class Arrivals:
     """Requests that come at random times, at a mean rate, whatever became of those before."""
 
-    def __init__(self, cluster: BenchCluster, rate: float, seed: int) -> None:
-        self._cluster = cluster
+    def __init__(self, asked: Streams, rate: float, seed: int) -> None:
+        self._asked = asked
         self._rate = rate
         self._chance = random.Random(seed)
         self._seed = seed
         self._stopped = threading.Event()
-        self._lock = threading.Lock()
-        self._answering: list[threading.Thread] = []
-        self.streams: list[tuple[list[int], Stream]] = []
+        self._streams: list[tuple[list[int], Stream]] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        number = 0
         while not self._stopped.wait(self._chance.expovariate(self._rate)):
-            number += 1
-            prompt = random_prompt(PROMPT_TOKENS, self._seed + number)
-            thread = threading.Thread(target=self._ask, args=(prompt,), daemon=True)
-            self._answering.append(thread)
-            thread.start()
+            prompt = random_prompt(PROMPT_TOKENS, self._seed + len(self._streams) + 1)
+            self._streams.append((prompt, self._asked.begin(prompt, ANSWER_TOKENS)))
 
-    def _ask(self, prompt: list[int]) -> None:
-        began = time.monotonic()
-        try:
-            stream = complete(self._cluster, prompt, ANSWER_TOKENS)
-        except OSError as error:
-            stream = Stream(sent_at=began, error=repr(error))
-        with self._lock:
-            self.streams.append((prompt, stream))
-
-    def stop(self) -> list[tuple[list[int], Stream]]:
+    def stop(self) -> list[tuple[list[int], Answer]]:
         """Let each request that came be answered; return all."""
         self._stopped.set()
         self._thread.join()
-        for thread in self._answering:
-            thread.join()
-        return self.streams
+        return [(prompt, stream.wait()) for prompt, stream in self._streams]
 
 
 def measure(*, capacity_s: float, calm_s: float) -> dict[str, object]:
     """Return what clients saw before and during a rolling restart of 1 prefill and 1 decode."""
-    with bench_cluster() as cluster:
-        complete(cluster, random_prompt(64, 1), 4)
-        capacity = _capacity(cluster, capacity_s)
-        arrivals = Arrivals(cluster, LOAD * capacity, seed=4_000_000)
+    with bench_cluster() as cluster, streams(cluster) as asked:
+        asked.complete(random_prompt(64, 1), 4)
+        capacity = _capacity(asked, capacity_s)
+        arrivals = Arrivals(asked, LOAD * capacity, seed=4_000_000)
         time.sleep(10.0)  # as many run as will at this rate
         calm_from = time.monotonic()
         time.sleep(calm_s)
@@ -82,41 +68,40 @@ def measure(*, capacity_s: float, calm_s: float) -> dict[str, object]:
         if done.returncode != 0:
             raise BenchError(f"the restart failed:\n{done.stdout}{done.stderr}")
         disturbed_until = time.monotonic()
-        answers = arrivals.stop()
-        streams = [stream for _, stream in answers]
+        came = arrivals.stop()
+        answers = [answer for _, answer in came]
         survived = [
-            (prompt, stream)
-            for prompt, stream in answers
-            if stream.arrivals
-            and stream.sent_at < disturbed_until
-            and stream.arrivals[-1] > calm_until
+            (prompt, answer)
+            for prompt, answer in came
+            if answer.arrivals
+            and answer.sent_at < disturbed_until
+            and answer.arrivals[-1] > calm_until
         ][:ASKED_AGAIN]
         others = [
             index
-            for index, (prompt, stream) in enumerate(survived)
-            if complete(cluster, prompt, ANSWER_TOKENS).text != stream.text
+            for index, (prompt, answer) in enumerate(survived)
+            if "".join(asked.complete(prompt, ANSWER_TOKENS).text) != "".join(answer.text)
         ]
-    during = [s for s in streams if calm_until <= s.sent_at <= disturbed_until]
-    before = [s for s in streams if calm_from <= s.sent_at < calm_until]
+    during = [a for a in answers if calm_until <= a.sent_at <= disturbed_until]
+    before = [a for a in answers if calm_from <= a.sent_at < calm_until]
     return {
         "capacity_requests_per_s": round(capacity, 3),
         "rate_requests_per_s": round(LOAD * capacity, 3),
         "restart_s": round(disturbed_until - calm_until, 1),
         "steps": _STEP.findall(done.stdout),
-        "undisturbed": _seen(before, streams, calm_from, calm_until),
-        "restarting": _seen(during, streams, calm_until, disturbed_until),
-        "requests": len(streams),
-        "errors": [stream.error for stream in streams if stream.error],
-        "incomplete": sum(not s.error and s.tokens != ANSWER_TOKENS for s in streams),
+        "undisturbed": _seen(before, answers, calm_from, calm_until),
+        "restarting": _seen(during, answers, calm_until, disturbed_until),
+        "requests": len(answers),
+        "errors": [answer.error for answer in answers if answer.error],
+        "incomplete": sum(not a.error and a.tokens != ANSWER_TOKENS for a in answers),
         "asked_again": len(survived),
         "answered_otherwise": len(others),
     }
 
 
-def _capacity(cluster: BenchCluster, seconds: float) -> float:
+def _capacity(asked: Streams, seconds: float) -> float:
     """Return how many requests a second eight clients get answered."""
-    clients = Background(
-        cluster,
+    clients = asked.background(
         CLIENTS,
         prompt_tokens=PROMPT_TOKENS,
         max_tokens=ANSWER_TOKENS,
@@ -126,31 +111,28 @@ def _capacity(cluster: BenchCluster, seconds: float) -> float:
     began = time.monotonic()
     time.sleep(seconds)
     ended = time.monotonic()
-    streams = clients.stop()
-    tokens = sum(began <= at <= ended for stream in streams for at in stream.arrivals)
+    answers = clients.stop()
+    tokens = sum(began <= at <= ended for answer in answers for at in answer.arrivals)
     return tokens / ANSWER_TOKENS / (ended - began)
 
 
 def _seen(
-    asked: Sequence[Stream], streams: Sequence[Stream], begin: float, end: float
+    asked: Sequence[Answer], answers: Sequence[Answer], begin: float, end: float
 ) -> dict[str, object]:
     gaps = [
-        gap
-        for stream in streams
-        for gap, after in zip(_gaps(stream), stream.arrivals[1:], strict=True)
+        after - before
+        for answer in answers
+        for before, after in pairwise(answer.arrivals)
         if begin <= after <= end
     ]
+    whole = gaps_within([answer.arrivals for answer in answers], begin, end)
     return {
         "requests": len(asked),
         "gap_ms": spread_ms(gaps),
-        "ttft_ms": spread_ms([stream.ttft_s for stream in asked if stream.arrivals]),
-        "tokens_per_s": round(len(gaps_between(streams, begin, end)) / (end - begin), 1),
+        "ttft_ms": spread_ms([a.arrivals[0] - a.sent_at for a in asked if a.arrivals]),
+        "tokens_per_s": round(len(whole) / (end - begin), 1),
         "pauses_over_half_a_second": sum(gap > 0.5 for gap in gaps),
     }
-
-
-def _gaps(stream: Stream) -> list[float]:
-    return [b - a for a, b in zip(stream.arrivals, stream.arrivals[1:], strict=False)]
 
 
 def page(result: dict[str, object]) -> str:

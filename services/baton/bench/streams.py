@@ -1,133 +1,139 @@
-"""Clients that stream completions over HTTP and write down when each piece arrived.
+"""Streams for benchmarks that are blocking scripts: they sleep, kill processes and run commands.
 
-Decides how a gap is measured: between the arrivals of two pieces at the client's socket, on the
-client's clock. A piece is what the gateway sent at once, one token unless it lagged.
+Decides where the client runs: the load generator's own, in an event loop in a thread of its own. A
+request is looked at (:class:`~baton.bench.load.answer.Answer`) while it fills.
 """
 
 from __future__ import annotations
 
-import json
-import random
+import asyncio
 import threading
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from http.client import HTTPConnection
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from baton.bench.cluster import BenchCluster
+import uvloop
 
-#: Ids of ordinary words in any tokenizer of a few thousand entries; special ids lie below.
-ID_MIN, ID_MAX = 300, 4_000
+from baton.bench.asker import Asker, hang_up, random_prompt
+from baton.bench.cluster import BenchCluster, BenchError
+from baton.bench.load.answer import Answer
 
-
-def random_prompt(tokens: int, seed: int) -> list[int]:
-    """Return a prompt that no cache has seen: random ids."""
-    chance = random.Random(seed)
-    return [chance.randrange(ID_MIN, ID_MAX) for _ in range(tokens)]
+#: For one answer; the longest ones take minutes on a busy machine.
+PATIENCE_S = 600.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Stream:
-    """One streamed completion."""
+    """One streamed completion that was asked for."""
 
-    sent_at: float = 0.0
-    arrivals: list[float] = field(default_factory=list)
-    error: str = ""
-    text: str = ""
-    tokens: int = 0
-    """As the server counted them."""
+    answer: Answer
+    """Fills in another thread."""
+    ended: threading.Event
 
-    @property
-    def ttft_s(self) -> float:
-        return self.arrivals[0] - self.sent_at
+    def wait(self) -> Answer:
+        """Return the answer when it has ended, with an error perhaps.
+
+        Raises:
+            BenchError: it did not end.
+        """
+        if not self.ended.wait(PATIENCE_S):
+            raise BenchError(f"an answer did not end within {PATIENCE_S:g} s")
+        return self.answer
 
 
-def complete(
-    cluster: BenchCluster,
-    prompt: Sequence[int],
-    max_tokens: int,
-    stream: Stream | None = None,
-) -> Stream:
-    """Stream one greedy completion of exactly ``max_tokens`` tokens; ``stream`` fills meanwhile."""
-    stream = Stream() if stream is None else stream
-    body = {
-        "model": cluster.model,
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    connection = HTTPConnection("127.0.0.1", cluster.port, timeout=600)
-    stream.sent_at = time.monotonic()
-    connection.request(
-        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-    )
-    answer = connection.getresponse()
-    if answer.status != 200:
-        stream.error = answer.read().decode()[:200]
-        connection.close()
+class Streams:
+    """Greedy completions of exact lengths, from one server."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, asker: Asker) -> None:
+        self._loop = loop
+        self._asker = asker
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, prompt: Sequence[int], max_tokens: int) -> Stream:
+        """Ask, and return at once."""
+
+        async def ask() -> Stream:
+            return self._ask(prompt, max_tokens)
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(PATIENCE_S)
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """Ask, and return the whole answer.
+
+        Raises:
+            BenchError: there was none.
+        """
+        answer = self.begin(prompt, max_tokens).wait()
+        if answer.error:
+            raise BenchError(answer.error)
+        return answer
+
+    def background(
+        self, count: int, *, prompt_tokens: int, max_tokens: int, seed: int
+    ) -> Background:
+        """Keep ``count`` streams running; each starts anew when it ends."""
+
+        stopped = threading.Event()
+
+        async def client(number: int) -> list[Answer]:
+            answers: list[Answer] = []
+            while not stopped.is_set():
+                prompt = random_prompt(prompt_tokens, seed + 1_000 * number + len(answers))
+                answer, task = self._asker.send(prompt, max_tokens)
+                await task
+                answers.append(answer)
+            return answers
+
+        clients = [
+            asyncio.run_coroutine_threadsafe(client(number), self._loop) for number in range(count)
+        ]
+        return Background(clients, stopped)
+
+    async def close(self) -> None:
+        """Hang up on what still runs."""
+        await hang_up(list(self._tasks))
+        self._asker.close()
+
+    def _ask(self, prompt: Sequence[int], max_tokens: int) -> Stream:
+        answer, task = self._asker.send(prompt, max_tokens)
+        stream = Stream(answer, threading.Event())
+        self._tasks.add(task)
+
+        def over(done: asyncio.Task[None]) -> None:
+            self._tasks.discard(done)
+            if done.cancelled() or done.exception():
+                answer.error = answer.error or f"not answered: {done!r}"
+            stream.ended.set()
+
+        task.add_done_callback(over)
         return stream
-    while line := answer.readline():
-        if line.startswith(b"data: [DONE]"):
-            break
-        if line.startswith(b"data: "):
-            event = json.loads(line[6:])
-            if "error" in event:
-                stream.error = str(event["error"])[:200]
-                break
-            if usage := event.get("usage"):
-                stream.tokens = int(usage["completion_tokens"])
-            for choice in event["choices"]:
-                stream.text += choice["text"]
-                if choice.get("finish_reason") is None:
-                    stream.arrivals.append(time.monotonic())
-    connection.close()
-    return stream
 
 
 class Background:
-    """Streams that run until :meth:`stop`, one thread each, each starting anew when it ends."""
+    """Streams that run until :meth:`stop`."""
 
-    def __init__(
-        self, cluster: BenchCluster, count: int, *, prompt_tokens: int, max_tokens: int, seed: int
-    ) -> None:
-        self.streams: list[Stream] = []
-        self._cluster = cluster
-        self._shape = (prompt_tokens, max_tokens)
-        self._seed = seed
-        self._stopped = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, args=(number,), daemon=True)
-            for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+    def __init__(self, clients: Sequence[Future[list[Answer]]], stopped: threading.Event) -> None:
+        self._clients = clients
+        self._stopped = stopped
 
-    def _run(self, number: int) -> None:
-        rounds = 0
-        while not self._stopped.is_set():
-            prompt = random_prompt(self._shape[0], self._seed + 1_000 * number + rounds)
-            stream = complete(self._cluster, prompt, self._shape[1])
-            with self._lock:
-                self.streams.append(stream)
-            rounds += 1
-
-    def stop(self) -> list[Stream]:
+    def stop(self) -> list[Answer]:
         """Let each finish its stream; return all."""
         self._stopped.set()
-        for thread in self._threads:
-            thread.join()
-        return self.streams
+        return [answer for client in self._clients for answer in client.result(PATIENCE_S)]
 
 
-def gaps_between(streams: Sequence[Stream], begin: float, end: float) -> list[float]:
-    """Return the gaps in seconds between pieces that arrived within ``begin..end``."""
-    gaps: list[float] = []
-    for stream in streams:
-        for before, after in zip(stream.arrivals, stream.arrivals[1:], strict=False):
-            if begin <= before and after <= end:
-                gaps.append(after - before)
-    return gaps
+@contextmanager
+def streams(cluster: BenchCluster) -> Iterator[Streams]:
+    """Give a client of the cluster; what still runs at the end is hung up on."""
+    loop = uvloop.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    made = Streams(loop, Asker(cluster.port, cluster.model))
+    try:
+        yield made
+    finally:
+        asyncio.run_coroutine_threadsafe(made.close(), loop).result(PATIENCE_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

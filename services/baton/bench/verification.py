@@ -7,9 +7,10 @@ Decode's part mostly runs beside the next chunk, so the sum is more than what a 
 
 from __future__ import annotations
 
+from baton.bench.asker import random_prompt
 from baton.bench.cluster import BenchCluster, bench_cluster
 from baton.bench.figures import table
-from baton.bench.streams import complete, random_prompt
+from baton.bench.streams import Streams, streams
 
 LENGTHS = (100, 500, 2000, 4000)
 NAMES = {
@@ -22,17 +23,15 @@ NAMES = {
 
 def measure(*, repeats: int) -> dict[str, object]:
     """Return seconds of checksums and of first tokens, by prompt length; nothing else runs."""
-    with bench_cluster() as cluster:
-        complete(cluster, random_prompt(64, 1), 4)
-        return {str(tokens): _series(cluster, tokens, repeats) for tokens in LENGTHS}
+    with bench_cluster() as cluster, streams(cluster) as asked:
+        asked.complete(random_prompt(64, 1), 4)
+        return {str(tokens): _series(cluster, asked, tokens, repeats) for tokens in LENGTHS}
 
 
-def _series(cluster: BenchCluster, tokens: int, repeats: int) -> dict[str, float]:
+def _series(cluster: BenchCluster, asked: Streams, tokens: int, repeats: int) -> dict[str, float]:
     before = _read(cluster)
     for number in range(repeats):
-        stream = complete(cluster, random_prompt(tokens, tokens * 1_000 + number), 2)
-        if stream.error:
-            raise RuntimeError(stream.error)
+        asked.complete(random_prompt(tokens, tokens * 1_000 + number), 2)
     after = _read(cluster)
     return {"repeats": repeats} | {name: after[name] - before[name] for name in NAMES}
 

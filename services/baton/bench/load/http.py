@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 import httptools
 
 IDLE_MAX = 256
+#: For a short answer. A server that takes the connection and says nothing is none.
+GET_S = 20.0
 UNIX_SCHEME = "http+unix"
 
 
@@ -50,7 +52,8 @@ class Body:
 class Client:
     """One server; as many connections as there are requests at once."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", *, get_s: float = GET_S) -> None:
+        self._get_s = get_s
         parts = urlsplit(url)
         self._unix = parts.path if parts.scheme == UNIX_SCHEME else ""
         self._host = parts.hostname or "127.0.0.1"
@@ -90,10 +93,14 @@ class Client:
         """Return status and body.
 
         Raises:
-            OSError: no answer.
+            OSError: no answer within ``GET_S``.
         """
         body = Body()
-        await self.request("GET", path, b"", body)
+        try:
+            async with asyncio.timeout(self._get_s):
+                await self.request("GET", path, b"", body)
+        except TimeoutError:
+            raise OSError(f"{path}: no answer within {self._get_s:g} s") from None
         if body.error:
             raise OSError(f"{path}: {body.error}")
         return body.status, b"".join(body.parts)

@@ -6,9 +6,9 @@ Decides what is shown, twice a second at most: drawing costs the cores that are 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,53 +22,41 @@ DRAWN_EVERY_S = 0.5
 NEWEST = 200
 
 
-class Live:
-    """Draws on standard error while it is entered; silent when that is no terminal."""
+@contextmanager
+def live(
+    label: str, plan: LoadPlan, measured: Callable[[], Measured], *, quiet: bool
+) -> Iterator[None]:
+    """Draw on standard error meanwhile; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield
+        return
+    progress = Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(24),
+        TextColumn("{task.fields[words]}"),
+        TimeRemainingColumn(),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+    )
+    task = progress.add_task(label, total=plan.warmup_s + plan.duration_s, words="")
+    loop, began = asyncio.get_running_loop(), monotonic()
+    handle: asyncio.TimerHandle | None = None
 
-    def __init__(
-        self, label: str, plan: LoadPlan, measured: Callable[[], Measured], *, quiet: bool
-    ) -> None:
-        self._plan = plan
-        self._measured = measured
-        self._loop = asyncio.get_running_loop()
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(24),
-            TextColumn("{task.fields[words]}"),
-            TimeRemainingColumn(),
-            console=console,
-            auto_refresh=False,
-            transient=True,
-            disable=quiet or not console.is_terminal,
-        )
-        whole = plan.warmup_s + plan.duration_s
-        self._task = self._progress.add_task(label, total=whole, words="")
-        self._began = monotonic()
-        self._handle: asyncio.TimerHandle | None = None
+    def draw() -> None:
+        nonlocal handle
+        progress.update(task, completed=monotonic() - began, words=words(measured()))
+        progress.refresh()
+        handle = loop.call_later(DRAWN_EVERY_S, draw)
 
-    def __enter__(self) -> Live:
-        self._progress.start()
-        self._draw()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-        self._progress.stop()
-
-    def _draw(self) -> None:
-        if self._progress.disable:
-            return
-        passed = monotonic() - self._began
-        self._progress.update(self._task, completed=passed, words=words(self._measured()))
-        self._progress.refresh()
-        self._handle = self._loop.call_later(DRAWN_EVERY_S, self._draw)
+    with progress:
+        draw()
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.cancel()
 
 
 def words(measured: Measured) -> str:

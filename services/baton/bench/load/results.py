@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from baton.bench.figures import at_share
+
 FORMAT = 1
 #: Shares of a distribution that are kept for the plots.
 CURVE = (*(n / 50 for n in range(50)), 0.99, 0.995, 0.999, 1.0)
@@ -38,7 +40,7 @@ def spread(values_s: Sequence[float]) -> Spread:
     if not values_s:
         return Spread()
     ordered = sorted(values_s)
-    p50, p95, p99 = (_ms(_at(ordered, share)) for share in (0.5, 0.95, 0.99))
+    p50, p95, p99 = (_ms(at_share(ordered, share)) for share in (0.5, 0.95, 0.99))
     return Spread(
         count=len(ordered),
         mean=_ms(sum(ordered) / len(ordered)),
@@ -46,14 +48,8 @@ def spread(values_s: Sequence[float]) -> Spread:
         p95=p95,
         p99=p99,
         max=_ms(ordered[-1]),
-        curve=tuple(_ms(_at(ordered, share)) for share in CURVE),
+        curve=tuple(_ms(at_share(ordered, share)) for share in CURVE),
     )
-
-
-def _at(ordered: Sequence[float], share: float) -> float:
-    """Return a quantile (nearest rank) of sorted values."""
-    rank = max(1, -(-int(share * 1_000_000) * len(ordered) // 1_000_000))
-    return ordered[rank - 1]
 
 
 def _ms(seconds: float) -> float:
@@ -121,6 +117,9 @@ class ServerFigures(msgspec.Struct, frozen=True):
     preemptions: int
     cpu_cores: Mapping[str, float]
     """By worker: cores used on average."""
+    forecast_errors: Mapping[str, int] = {}
+    """First tokens by how far they were from their forecast, as its share: the upper edges of
+    buckets, and how many lie in each (adaptive mode)."""
 
 
 class GeneratorFigures(msgspec.Struct, frozen=True):
@@ -227,7 +226,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     conditions: Conditions
     runs: tuple[Run, ...]
     aborted: bool = False
-    """Ended by hand: a part of what was to be measured."""
+    """A part of what was to be measured: ended by hand, or by the time it was given."""
     findings: Mapping[str, Any] = {}
     """What a search or a comparison found beyond its runs."""
     notes: tuple[str, ...] = ()

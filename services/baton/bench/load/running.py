@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -18,16 +17,19 @@ from urllib.parse import urlsplit
 import uvloop
 
 from baton.bench import conditions as machine
+from baton.bench.ends import ends_call
 from baton.bench.load import machine_load, reckoning
 from baton.bench.load.arrivals import Arrivals
 from baton.bench.load.asking import AskPlan
 from baton.bench.load.generator import Generator, LoadPlan, Measured
 from baton.bench.load.http import UNIX_SCHEME, Client
-from baton.bench.load.live import Live
+from baton.bench.load.live import live
 from baton.bench.load.results import Conditions, Cost, ResultError, Run, Slo
-from baton.bench.load.server import Metrics, ServerInfo, identify, server_figures
+from baton.bench.load.server import Metrics, ServerInfo, identify, server_figures, workers_in
 from baton.bench.load.workload import Workload, WorkloadPlan
 
+#: Tries to hear of every worker at an edge of the window.
+SCRAPES_MAX = 3
 #: Conditions that no server tells; a run without them does not begin.
 MUST_BE_TOLD = ("dtype", "limits", "cache_state")
 
@@ -86,7 +88,7 @@ def run_blocking(plan: RunPlan) -> Done:
 
 
 async def run(plan: RunPlan) -> Done:
-    """Run it. Ctrl-C once ends it with what there is."""
+    """Run it. Ctrl-C, or SIGTERM, ends it with what there is."""
     if missing := [name for name in MUST_BE_TOLD if not plan.target.told.get(name)]:
         raise ResultError(f"a result without its conditions is none; missing: {missing}")
     client = Client(plan.target.url, plan.target.api_key)
@@ -105,6 +107,8 @@ class _Runner:
         self._loop = asyncio.get_running_loop()
         self._looks: list[asyncio.Task[tuple[str, float]]] = []
         self._usage: list[machine_load.Usage] = []
+        self._workers = 0
+        """So many answered a scrape at once."""
         roots = plan.target.roots
         if not roots and (port := _local_port(plan.target.url)):
             roots = tuple(machine_load.listeners(port))
@@ -119,12 +123,12 @@ class _Runner:
         workload = Workload(lengths, plan.load.kind, plan.load.rate, plan.load.burstiness)
         ask = replace(plan.ask, model=self._info.model)
         generator = Generator(self._client, ask, plan.load)
-        self._loop.add_signal_handler(signal.SIGINT, generator.abort)
-        try:
-            with Live(plan.label, plan.load, lambda: generator.measured, quiet=plan.quiet):
-                measured = await generator.run(workload.sessions(), self._look, self._look)
-        finally:
-            self._loop.remove_signal_handler(signal.SIGINT)
+        await self._scrape()
+        with (
+            ends_call(self._loop, generator.abort),
+            live(plan.label, plan.load, lambda: generator.measured, quiet=plan.quiet),
+        ):
+            measured = await generator.run(workload.sessions(), self._look, self._look)
         return await self._done(measured, workload, facts)
 
     def _look(self) -> None:
@@ -133,14 +137,23 @@ class _Runner:
         self._looks.append(self._loop.create_task(self._scrape()))
 
     async def _scrape(self) -> tuple[str, float]:
-        """Return Baton's metrics, not parsed yet: that takes a tenth of a second, of the run's."""
-        if not self._info.metrics:
-            return "", monotonic()
-        try:
-            status, body = await self._client.get("/metrics")
-        except OSError:
-            return "", monotonic()
-        return body.decode() if status == 200 else "", monotonic()
+        """Return Baton's metrics, not parsed yet: that takes a tenth of a second, of the run's.
+
+        A busy worker may answer the gateway too late; what it counts would be missing in the
+        figures, so it is asked again. Whoever is missing all the same is left out.
+        """
+        text, at = "", monotonic()
+        for _ in range(SCRAPES_MAX if self._info.metrics else 0):
+            try:
+                status, body = await self._client.get("/metrics")
+            except OSError:
+                continue
+            if status == 200 and workers_in(body.decode()) >= workers_in(text):
+                text, at = body.decode(), monotonic()
+            if workers_in(text) >= self._workers:
+                break
+        self._workers = max(self._workers, workers_in(text))
+        return text, at
 
     async def _done(self, measured: Measured, workload: Workload, facts: Mapping[str, Any]) -> Done:
         plan, seconds = self._plan, max(measured.ended_at - measured.began_at, 1e-9)

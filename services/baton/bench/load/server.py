@@ -6,7 +6,6 @@ server has a name and a model; what else it would have to say, the user says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +109,11 @@ class Metrics:
         return found
 
 
+def workers_in(text: str) -> int:
+    """Return how many workers answered a scrape, without parsing it."""
+    return text.count("\nprocess_cpu_seconds_total{")
+
+
 def server_figures(before: Metrics, after: Metrics, seconds: float) -> ServerFigures:
     """Return what happened between two scrapes that lie ``seconds`` apart.
 
@@ -143,6 +147,11 @@ def server_figures(before: Metrics, after: Metrics, seconds: float) -> ServerFig
         refusals={reason: int(value) for reason, value in refusals.items() if value > 0},
         preemptions=int(grown("baton_preemptions_total")),
         cpu_cores={worker: round(value / max(seconds, 1e-9), 4) for worker, value in cpu.items()},
+        forecast_errors={
+            f"{edge:g}": int(count)
+            for edge, count in _buckets(before, after, "baton_ttft_forecast_error_ratio_bucket")
+            if count
+        },
     )
 
 
@@ -151,12 +160,20 @@ def _grown_by(before: Metrics, after: Metrics, name: str, label: str) -> dict[st
     return {key: value - earlier.get(key, 0.0) for key, value in after.by(name, label).items()}
 
 
+def _buckets(before: Metrics, after: Metrics, name: str) -> list[tuple[float, float]]:
+    """Return upper edges, and how many lie between them and the edges before."""
+    whole = _grown_by(before, after, name, "le")
+    cumulative = sorted((float(edge), value) for edge, value in whole.items())
+    below = [0.0, *(value for _, value in cumulative)]
+    return [(edge, value - under) for (edge, value), under in zip(cumulative, below, strict=False)]
+
+
 def _quantile_ms(before: Metrics, after: Metrics, name: str, share: float) -> float:
     """Return the upper edge of the bucket that holds the quantile; -1: beyond the last edge."""
-    counts: Mapping[str, float] = _grown_by(before, after, name, "le")
-    edges = sorted((float(edge), value) for edge, value in counts.items())
-    whole = edges[-1][1] if edges else 0.0
-    if whole <= 0:
-        return 0.0
-    edge = next(edge for edge, value in edges if value >= share * whole)
-    return -1.0 if edge == float("inf") else round(edge * 1e3, 3)
+    buckets = _buckets(before, after, name)
+    whole, below = sum(count for _, count in buckets), 0.0
+    for edge, count in buckets:
+        below += count
+        if whole > 0 and below >= share * whole:
+            return -1.0 if edge == float("inf") else round(edge * 1e3, 3)
+    return 0.0

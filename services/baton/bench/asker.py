@@ -1,4 +1,4 @@
-"""What every compared server is asked: random prompts, exact lengths, one client.
+"""What benchmarks ask a server: random prompts, exact lengths, one client.
 
 Decides the requests. The client and what counts as a token are the load generator's
 (:mod:`baton.bench.load`).
@@ -7,17 +7,23 @@ Decides the requests. The client and what counts as a token are the load generat
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 
+from baton.bench.cluster import BenchError
 from baton.bench.load.answer import Answer
 from baton.bench.load.asking import AskPlan, Conversation
 from baton.bench.load.http import Client
-from baton.bench.streams import random_prompt
+
+#: Ids of ordinary words in any tokenizer of a few thousand entries; special ids lie below.
+ID_MIN, ID_MAX = 300, 4_000
 
 
-class PeerError(RuntimeError):
-    """A server did not do what a comparison needs; the text says what."""
+def random_prompt(tokens: int, seed: int) -> list[int]:
+    """Return a prompt that no cache has seen: random ids."""
+    chance = random.Random(seed)
+    return [chance.randrange(ID_MIN, ID_MAX) for _ in range(tokens)]
 
 
 class Prompts:
@@ -39,9 +45,9 @@ class Asker:
         self._client = Client(f"http://127.0.0.1:{port}")
         self._plan = AskPlan(model=model)
 
-    def send(self, prompt: list[int], max_tokens: int) -> tuple[Answer, asyncio.Task[None]]:
+    def send(self, prompt: Sequence[int], max_tokens: int) -> tuple[Answer, asyncio.Task[None]]:
         """Ask for exactly ``max_tokens`` greedy tokens; cancelling the task hangs up."""
-        body = Conversation(self._plan).body(prompt, max_tokens, wants_ids=False)
+        body = Conversation(self._plan).body(list(prompt), max_tokens, wants_ids=False)
         answer = Answer(time.monotonic())
         request = self._client.request("POST", self._plan.path, body, answer)
         return answer, asyncio.get_running_loop().create_task(request)
@@ -52,17 +58,17 @@ class Asker:
         """Ask all at once and return the whole answers.
 
         Raises:
-            PeerError: one did not come within ``patience_s``, or is an error.
+            BenchError: one did not come within ``patience_s``, or is an error.
         """
         sent = [self.send(prompt, max_tokens) for prompt in prompts]
         _, late = await asyncio.wait([task for _, task in sent], timeout=patience_s)
         await hang_up(list(late))
         if late:
-            raise PeerError(f"no answer within {patience_s:g} s")
+            raise BenchError(f"no answer within {patience_s:g} s")
         answers = [answer for answer, _ in sent]
         for answer in answers:
             if answer.error or not answer.done:
-                raise PeerError(answer.error or "no whole answer")
+                raise BenchError(answer.error or "no whole answer")
         return answers
 
     def close(self) -> None:
