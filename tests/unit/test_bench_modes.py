@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
-from baton.bench.load import modes
+from baton.bench.load import modes, verdict
 from baton.bench.load.page import page
-from baton.bench.load.results import Result, Row, Run, Slo
+from baton.bench.load.results import Result, ResultError, Row, Run, ServerFigures, Slo
+from baton.bench.load.running import Done
+from baton.bench.load.slices import Slices
 from support.bench_results import result
 
 ITL_MS = 10.0
 MULTIPLES = (1.5, 3.0)
+#: Nothing happened.
+SERVER = {
+    "handovers": 0,
+    "handover_bytes": 0,
+    "handover_ms": 0.0,
+    "handover_share_of_ttft": 0.0,
+    "prefix_hit_share": 0.0,
+    "queue_ms": 0.0,
+    "queue_p99_ms": 0.0,
+    "refusals": {},
+    "preemptions": 0,
+    "cpu_cores": {},
+}
 SLOS = tuple(Slo(2_000.0, ITL_MS * multiple) for multiple in MULTIPLES)
 
 
@@ -26,14 +42,15 @@ def run(
         for n in range(20)
     ]
     blank = result().runs[0]
-    chosen = {"mode": mode, "rate": rate, "repeat": repeat, "way": "w", **settings}
+    told = {"way": "w", "made_for_gap_ms": None, **settings}
+    chosen = {"mode": mode, "rate": rate, "repeat": repeat, **told}
     return msgspec.structs.replace(
         blank, label=f"{mode} {rate:g}/s", settings=chosen, rows=tuple(rows)
     )
 
 
 def conclude(*runs: Run) -> dict[str, object]:
-    return modes.conclude(runs, SLOS, ITL_MS, MULTIPLES)
+    return verdict.conclude(runs, SLOS, ITL_MS, MULTIPLES)
 
 
 def test_the_split_wins_up_to_the_break_even() -> None:
@@ -61,22 +78,85 @@ def test_a_split_that_wins_everywhere_is_said_to() -> None:
     assert str(found["advice"]).startswith("Split:")
 
 
-def test_each_mode_is_taken_at_its_best_rate_and_configuration() -> None:
-    """The median of the repeats; what was made for another SLO does not count."""
+def test_each_mode_is_taken_at_its_best_way_and_rate() -> None:
+    """By the median of the repeats; what was made for another SLO does not count."""
     runs = [
         run("colocated", 12.0, 8, rate=1.0),
         run("colocated", 12.0, 12, rate=2.0),
-        run("colocated", 12.0, 6, repeat=1),
-        run("colocated", 12.0, 20, repeat=2),
+        run("colocated", 12.0, 6, rate=2.0, repeat=1),
+        run("colocated", 12.0, 20, rate=2.0, repeat=2),
         run("adaptive", 12.0, 20, made_for_gap_ms=15.0),
         run("adaptive", 12.0, 10, made_for_gap_ms=30.0),
     ]
-    assert modes.of_mode(runs, "colocated", SLOS[0]) == (0.6, 0.3, 1.0)
-    assert modes.of_mode(runs, "adaptive", SLOS[1])[0] == 0.5
-    found = conclude(*runs)
-    assert str(found["advice"]).endswith(
+    found = verdict.points(runs)
+    assert verdict.of_mode(found, "colocated", SLOS[0]) == (0.6, 0.3, 1.0)
+    assert verdict.of_mode(found, "colocated", SLOS[0], rate=1.0) == (0.4, 0.4, 0.4)
+    assert verdict.of_mode(found, "adaptive", SLOS[1])[0] == 0.5
+    assert str(conclude(*runs)["advice"]).endswith(
         "the adaptive mode gave 0.83 to 1.67 of the better one of both."
     )
+
+
+def test_the_best_of_many_lucky_repeats_is_no_figure() -> None:
+    """Two ways, each good once: together they are not good always."""
+    runs = [
+        run("colocated", 12.0, 20, way="a"),
+        run("colocated", 12.0, 6, way="a", repeat=1),
+        run("colocated", 12.0, 4, way="a", repeat=2),
+        run("colocated", 12.0, 4, way="b"),
+        run("colocated", 12.0, 20, way="b", repeat=1),
+        run("colocated", 12.0, 6, way="b", repeat=2),
+    ]
+    assert verdict.of_mode(verdict.points(runs), "colocated", SLOS[0])[0] == 0.3
+
+
+def test_what_is_good_at_every_rate_is_the_best_way() -> None:
+    """Where all are good at the low rate the high one decides, not who was tried first."""
+    runs = [
+        run("colocated", 12.0, 20, way="short"),
+        run("colocated", 12.0, 4, way="short", rate=2.0),
+        run("colocated", 26.0, 20, way="long"),
+        run("colocated", 26.0, 18, way="long", rate=2.0),
+    ]
+    found = verdict.points(runs)
+    assert verdict.tuned(found, SLOS[0]) == "short"
+    assert verdict.tuned(found, SLOS[1]) == "long"
+
+
+def test_the_forecasts_of_all_runs_are_taken_together() -> None:
+    """Their buckets are added up; the quantile is its bucket's upper edge."""
+    blank = run("adaptive", 12.0, 20)
+    told = [{"0.05": 3, "0.4": 1}, {"0.15": 3, "0.4": 2, "5": 1}]
+    runs = []
+    for number, errors in enumerate(told):
+        figures = msgspec.structs.replace(
+            blank.figures,
+            server=msgspec.convert({**SERVER, "forecast_errors": errors}, ServerFigures),
+        )
+        settings = {**blank.settings, "repeat": number}
+        runs.append(msgspec.structs.replace(blank, figures=figures, settings=settings))
+    found = conclude(*runs)["tables"]
+    assert isinstance(found, list)
+    (table,) = [each for each in found if each["title"].startswith("forecasts")]
+    assert table["rows"] == [["10", "15%", "40%"]]
+
+
+def test_a_comparison_is_gone_on_with_from_its_slices(tmp_path: Path) -> None:
+    """What was measured is found again, of the same plan alone, with the first part's texts."""
+    made = result()
+    done = Done(made.runs[0], made.conditions, False)
+    first = Slices(tmp_path, {"rates": (1.0, 2.0)}, salt=7)
+    first.put("repeat 0: split 1 prefill, 1 decode at 1/s", done)
+    again = Slices(tmp_path, {"rates": (1.0, 2.0)}, salt=8)
+    assert again.salt == 7
+    assert again.get("repeat 0: split 1 prefill, 1 decode at 1/s") == done
+    assert again.get("repeat 0: split 1 prefill, 1 decode at 2/s") is None
+    assert again.all() == [done]
+    with pytest.raises(ResultError, match=r"another plan \(rates differ\)"):
+        Slices(tmp_path, {"rates": (1.0,)}, salt=7)
+    once = Slices(None, {}, salt=9)
+    once.put("x", done)
+    assert once.salt == 9 and once.get("x") == done
 
 
 def test_the_highest_rate_needs_nine_of_ten() -> None:
@@ -86,8 +166,9 @@ def test_the_highest_rate_needs_nine_of_ten() -> None:
         run("split", 12.0, 18, rate=2.0),
         run("split", 12.0, 17, rate=4),
     ]
-    assert modes.highest_rate(runs, "split", SLOS[0]) == 2.0
-    assert modes.highest_rate(runs, "colocated", SLOS[0]) == 0.0
+    found = verdict.points(runs)
+    assert verdict.highest_rate(found, "split", SLOS[0]) == 2.0
+    assert verdict.highest_rate(found, "colocated", SLOS[0]) == 0.0
 
 
 def test_colocated_gets_both_topologies_with_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

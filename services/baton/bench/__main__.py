@@ -17,18 +17,20 @@ from baton.bench import (
     engine,
     handover,
     interference,
+    modes,
     peers,
     recovery,
     rolling,
     verification,
 )
 from baton.bench.conditions import conditions, others_cpu_s
+from baton.bench.ends import term_interrupts
 
 Bench = tuple[Callable[[bool], dict[str, object]], Callable[[dict[str, object]], str]]
 
 BENCHES: dict[str, Bench] = {
     "agreement": (
-        lambda quick: agreement.measure(rounds=1 if quick else 5, requests=12 if quick else 40),
+        lambda quick: agreement.measure(rounds=1 if quick else 5, requests=12 if quick else 100),
         agreement.page,
     ),
     "handover": (lambda quick: handover.measure(repeats=2 if quick else 10), handover.page),
@@ -66,9 +68,11 @@ ON_DEMAND = ("agreement", "peers")
 
 def main() -> int:
     """Run the named benchmarks."""
+    if sys.argv[1:2] == ["modes"]:
+        return modes.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="baton.bench", description=__doc__)
     usual = [name for name in BENCHES if name not in ON_DEMAND]
-    which = f"of {', '.join(BENCHES)}; by default all but {', '.join(ON_DEMAND)}"
+    which = f"of {', '.join(BENCHES)}; by default all but {', '.join(ON_DEMAND)}; or `modes`"
     parser.add_argument("names", nargs="*", help=which)
     parser.add_argument("--quick", action="store_true", help="a look, not a result worth keeping")
     parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="where results go")
@@ -77,8 +81,9 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown benchmark {unknown[0]!r}: allowed are {', '.join(BENCHES)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.names or usual:
-        _run(name, quick=options.quick, out=options.out)
+    with term_interrupts():
+        for name in options.names or usual:
+            _run(name, quick=options.quick, out=options.out)
     return 0
 
 

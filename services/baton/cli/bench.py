@@ -149,6 +149,12 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
     modes.add_argument("--chunks", default="16,32,64,128,256,512,1024,2048", metavar="N,N")
     modes.add_argument("--tune", type=float, default=15.0, metavar="S", help="each chunk size (15)")
     modes.add_argument("--repeats", type=int, default=1, metavar="N", help="of everything (1)")
+    modes.add_argument(
+        "--slices", type=Path, metavar="DIR", help="keep each run there; go on with what is there"
+    )
+    modes.add_argument(
+        "--minutes", type=float, default=float("inf"), metavar="M", help="begin nothing after it"
+    )
     modes.add_argument("--undisturbed", type=float, default=10.0, metavar="S", help="(10)")
     foreign = parser.add_argument_group("foreign servers, which run already")
     foreign.add_argument("--also", action="append", default=[], metavar="NAME=URL")
@@ -229,7 +235,7 @@ def _answered(measured: Callable[[], Any]) -> Any:
 def _modes(config: Config, options: argparse.Namespace) -> int:
     from baton.bench.load.arrivals import Arrivals
     from baton.bench.load.generator import LoadPlan
-    from baton.bench.load.modes import ModesPlan, compare_modes
+    from baton.bench.load.modes import ModesPlan, compare_modes, running_server
     from baton.bench.load.running import RunPlan, Target
 
     del config  # its clusters are its own; they read the environment and ./baton.toml
@@ -262,10 +268,12 @@ def _modes(config: Config, options: argparse.Namespace) -> int:
         repeats=options.repeats,
         undisturbed_s=options.undisturbed,
         tune_s=options.tune,
-        also=tuple(
-            (name, replace(foreign, url=url.rstrip("/").removesuffix("/v1")))
+        foreign=tuple(
+            running_server(name, replace(foreign, url=url.rstrip("/").removesuffix("/v1")))
             for name, url in (_pair("--also", each) for each in options.also)
         ),
+        slices=options.slices,
+        minutes=options.minutes,
     )
     return _measured(options, _answered(lambda: compare_modes(plan)))
 
@@ -326,13 +334,13 @@ def _print(result: Any, options: argparse.Namespace) -> None:
 
 
 def _draw(tables: Sequence[Any], *, markdown: bool) -> None:
-    from baton.bench.figures import table as markdown_table
+    from baton.bench.load.report import in_markdown
 
     for number, each in enumerate(tables):
         if number:
             say()
         if markdown:
-            say(f"### {each.title}\n\n{markdown_table(each.columns, each.rows)}")
+            say(in_markdown(each))
         else:
             table(each.title, each.columns, each.rows)
 

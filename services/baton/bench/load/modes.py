@@ -1,38 +1,73 @@
 """`baton bench compare-modes`: the same load for each way of using the same cores, in one table.
 
-Decides which configurations are tried and how they are compared. Colocated is given its best: for
-each SLO the best of one worker with all cores and one worker a core, and of every chunk size.
-Bounds of gaps are absolute milliseconds, the same for all: multiples of the split's undisturbed
-ITL. What knows its SLO (the adaptive mode) is started anew for each.
+Decides which ways are tried and in which order. Colocated is given its best: for each SLO the best
+of one worker with all cores and one worker a core, and of every chunk size; so is a foreign server
+that can be started in several ways. Bounds of gaps are absolute milliseconds, the same for all:
+multiples of the split's undisturbed ITL. What knows its SLO (the adaptive mode) is started anew for
+each. Every run is kept as a slice, so that a comparison of hours can be made in parts.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import product
-from statistics import median
+from pathlib import Path
+from time import monotonic
 from typing import Any, get_args, get_type_hints
 
-from baton.bench.cluster import BenchCluster, bench_cluster
-from baton.bench.load import reckoning
+import msgspec
+
+from baton.bench.cluster import BenchError, bench_cluster
+from baton.bench.load import verdict
 from baton.bench.load.arrivals import Arrivals
 from baton.bench.load.baton_target import conditions_of
 from baton.bench.load.generator import LoadPlan
-from baton.bench.load.results import Result, Run, Slo
+from baton.bench.load.results import Conditions, Result, ResultError, Slo
 from baton.bench.load.running import Done, RunPlan, Target, run_blocking
+from baton.bench.load.slices import Slices
+from baton.bench.load.verdict import ADAPTIVE, COLOCATED, SPLIT
 from baton.bench.load.workload import WorkloadName
 from baton.runtime.config import config_path, load
 from baton.runtime.settings import ClusterConfig
 
 MULTIPLES = (1.2, 1.5, 2.0, 3.0, 5.0)
 CHUNKS = (16, 32, 64, 128, 256, 512, 1_024, 2_048)
-UNDISTURBED_STREAMS = 4
-#: Multiples at which the break-even is looked for.
-GRID = tuple(n / 10 for n in range(10, 61))
-SPLIT, COLOCATED, ADAPTIVE = "split", "colocated", "adaptive"
+UNDISTURBED, UNDISTURBED_STREAMS = "undisturbed", 4
+#: A start, and what it takes until the last answers of a run are there, at a guess: for the budget.
+_START_S, _REST_S = 12.0, 6.0
+
+Place = Callable[[], AbstractContextManager[Target]]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One configuration of one mode."""
+
+    mode: str
+    words: str
+    settings: Mapping[str, str]
+    slo: Slo | None = None
+    """It was made for this one alone."""
+    place: Place | None = None
+    """Where it is served; ``None``: by a Baton cluster with these settings."""
+    start_s: float = _START_S
+
+    @property
+    def name(self) -> str:
+        """Return what no other way of the comparison is called."""
+        return f"{self.mode} {self.words}" + (f" for {self.slo.gap_ms:g}" if self.slo else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A server that is not Baton, as further columns: the best of its ways for each SLO."""
+
+    mode: str
+    ways: tuple[Way, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,80 +83,83 @@ class ModesPlan:
     repeats: int = 1
     undisturbed_s: float = 10.0
     tune_s: float = 15.0
-    """Of each of colocated's configurations."""
-    also: tuple[tuple[str, Target], ...] = ()
-    """Foreign servers, by the names of their columns. They run already."""
+    """Of each configuration that is tried, at each of the rates it is tried at."""
+    foreign: tuple[Foreign, ...] = ()
+    slices: Path | None = None
+    """Where runs are kept, and found again."""
+    minutes: float = float("inf")
+    """Nothing is begun that would probably not end in this time."""
 
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One configuration of one mode."""
-
-    mode: str
-    words: str
-    settings: Mapping[str, str]
-    slo: Slo | None = None
-    """It was made for this one alone."""
+    def told(self) -> dict[str, Any]:
+        """Return all that slices of one comparison have in common."""
+        run = self.run
+        return {
+            "workload": {k: v for k, v in asdict(run.workload).items() if k != "salt"},
+            "load": asdict(run.load),
+            "ask": asdict(run.ask),
+            "rates": self.rates,
+            "ttft_ms": self.ttft_ms,
+            "multiples": self.multiples,
+            "chunks": self.chunks,
+            "undisturbed_s": self.undisturbed_s,
+            "tune_s": self.tune_s,
+            "cores": sorted(os.sched_getaffinity(0)),
+        }
 
 
 def compare_modes(plan: ModesPlan) -> Result:
-    """Run everything and return one result.
+    """Run what is not there yet, as far as time allows, and return one result of all.
 
     Raises:
-        BenchError: a cluster did not start.
+        BenchError: a cluster did not start, or nothing was measured.
         ServerError: a foreign server does not answer.
-        ResultError: a condition of a foreign server is missing.
+        ResultError: a condition of a foreign server is missing, or the slices are others'.
     """
     return _Comparison(plan).run()
+
+
+class _OutOfTime(Exception):
+    """What is left would not end in time."""
 
 
 class _Comparison:
     def __init__(self, plan: ModesPlan) -> None:
         self._plan = plan
-        self._done: list[Done] = []
-        self._tuning: list[list[str]] = []
-
-    @property
-    def _aborted(self) -> bool:
-        return bool(self._done) and self._done[-1].aborted
+        self._slices = Slices(plan.slices, plan.told(), plan.run.workload.salt)
+        self._deadline = monotonic() + plan.minutes * 60
+        self._slos: tuple[Slo, ...] = ()
+        self._itl_ms = 0.0
+        self._left = ""
+        self._tables: list[dict[str, Any]] = []
 
     def run(self) -> Result:
+        try:
+            self._all()
+        except KeyboardInterrupt:
+            self._left = "ended by hand"
+        except _OutOfTime:
+            self._left = f"{self._plan.minutes:g} minutes were over"
+        done = [each for each in self._slices.all() if "repeat" in each.run.settings]
+        if not self._slos or not done:
+            raise BenchError(f"nothing to compare yet: {self._left}")
+        return self._result(done)
+
+    def _all(self) -> None:
         plan = self._plan
         split = Way(SPLIT, "1 prefill, 1 decode", {"BATON_CLUSTER_MODE": SPLIT})
-        itl_ms = self._undisturbed(split)
-        slos = tuple(Slo(plan.ttft_ms, round(itl_ms * each, 2)) for each in plan.multiples)
-        tuned = self._tuned(slos)
-        ways = [split, *{way.words: way for way in tuned}.values(), *adaptive_ways(slos)]
-        before = len(self._done)
-        for repeat, way in product(range(plan.repeats), ways):
-            self._measure(way, slos, repeat)
-        for repeat, (name, target) in product(range(plan.repeats), plan.also):
-            foreign = Way(name, target.url, {})
-            for rate in plan.rates:
-                self._one(foreign, rate, slos, repeat, target=target)
-        done = self._done[before:] or self._done
-        runs = [each.run for each in done]
-        findings = conclude(runs, slos, itl_ms, plan.multiples)
-        findings["tables"].append(
-            {
-                "title": f"colocated, tuned at {_middle(plan.rates):g}/s: goodput by cost and SLO",
-                "columns": ["configuration", *(f"{slo.gap_ms:g} ms" for slo in slos)],
-                "rows": self._tuning,
-            }
+        self._itl_ms = itl_ms = self._undisturbed(split)
+        self._slos = slos = tuple(
+            Slo(plan.ttft_ms, round(itl_ms * each, 2)) for each in plan.multiples
         )
-        return Result(
-            kind="modes",
-            title=f"modes compared: {plan.run.workload.name} on {done[0].conditions.model}",
-            conditions=done[0].conditions,
-            runs=tuple(runs),
-            aborted=self._aborted,
-            findings=findings,
-            notes=(
-                f"Bounds of gaps are {', '.join(f'{each:g}' for each in plan.multiples)} x "
-                f"{itl_ms:.2f} ms, the median gap of {UNDISTURBED_STREAMS} undisturbed streams in "
-                "split mode.",
-            ),
-        )
+        ways = [split, *self._tuned(COLOCATED, colocated_ways(plan.chunks)), *adaptive_ways(slos)]
+        for repeat in range(plan.repeats):
+            # Whatever drifts meanwhile is not to meet the same way each time.
+            for way in ways if repeat % 2 == 0 else reversed(ways):
+                self._visit(way, plan.rates, repeat)
+            for foreign in plan.foreign:
+                best = self._tuned(foreign.mode, foreign.ways)
+                for way in best if repeat % 2 == 0 else reversed(best):
+                    self._visit(way, plan.rates, repeat)
 
     def _undisturbed(self, split: Way) -> float:
         """Return the split's median ITL, in ms, with nothing else going on."""
@@ -139,77 +177,126 @@ class _Comparison:
             warmup_s=2.0,
             duration_s=self._plan.undisturbed_s,
         )
-        with bench_cluster(**split.settings) as cluster:
-            alone = replace(
-                plan,
-                target=_target(cluster, plan.target),
-                workload=workload,
-                load=quiet,
-                label="undisturbed",
-            )
-            self._done.append(run_blocking(alone))
-        return self._done[-1].run.figures.itl.p50
+        alone = replace(plan, workload=workload, load=quiet, label=UNDISTURBED, settings={})
+        if self._slices.get(UNDISTURBED) is None:
+            self._needs(split, [quiet])
+            with self._served(split) as target:
+                self._measure(UNDISTURBED, replace(alone, target=target))
+        found = self._slices.get(UNDISTURBED)
+        assert found is not None
+        return found.run.figures.itl.p50
 
-    def _tuned(self, slos: Sequence[Slo]) -> list[Way]:
-        """Return colocated's best configuration for each SLO."""
-        plan = self._plan
-        rate = _middle(plan.rates)
-        found: list[tuple[Way, Run]] = []
-        for way in colocated_ways(plan.chunks):
-            if self._aborted:
-                break
-            with bench_cluster(**way.settings) as cluster:
-                target = _target(cluster, plan.run.target)
-                done = self._one(way, rate, slos, -1, target=target, duration_s=plan.tune_s)
-            found.append((way, done.run))
-            cells = [f"{_per_cost(done.run, slo):.3g}" for slo in slos]
-            self._tuning.append([way.words, *cells])
-        return [max(found, key=lambda each: _per_cost(each[1], slo))[0] for slo in slos if found]
+    def _tuned(self, mode: str, ways: Sequence[Way]) -> list[Way]:
+        """Return the best way for each SLO, each way once."""
+        if len(ways) == 1:
+            return list(ways)
+        rates = tuning_rates(self._plan.rates)
+        for way in ways:
+            self._visit(way, rates, None)
+        runs = [self._slices.get(_name(way, rate, None)) for way, rate in product(ways, rates)]
+        found = verdict.points([each.run for each in runs if each])
+        table = verdict.tuning_table(found, self._slos, mode)
+        if table not in self._tables:
+            self._tables.append(table)
+        best = {verdict.tuned(found, slo) for slo in self._slos}
+        return [way for way in ways if way.words in best]
 
-    def _measure(self, way: Way, slos: Sequence[Slo], repeat: int) -> None:
-        if self._aborted:
+    def _visit(self, way: Way, rates: Sequence[float], repeat: int | None) -> None:
+        """Serve a way and run what is not there yet; ``repeat``: ``None`` while it is tuned."""
+        missing = [r for r in rates if self._slices.get(_name(way, r, repeat)) is None]
+        if not missing:
+            return
+        load = self._plan.run.load
+        if repeat is None:
+            load = replace(load, duration_s=self._plan.tune_s)
+        self._needs(way, [load] * len(missing))
+        with self._served(way) as target:
+            for rate in missing:
+                plan = self._run_plan(way, rate, repeat, load)
+                self._measure(_name(way, rate, repeat), replace(plan, target=target))
+
+    def _run_plan(self, way: Way, rate: float, repeat: int | None, load: LoadPlan) -> RunPlan:
+        plan = self._plan.run
+        # The same texts for each way; other ones for each rate and repeat, or caches would help.
+        place = self._plan.rates.index(rate)
+        salt = self._slices.salt + 1_000 * (0 if repeat is None else repeat + 1) + place
+        told = {
+            "mode": way.mode,
+            "way": way.words,
+            "rate": rate,
+            "made_for_gap_ms": way.slo.gap_ms if way.slo else None,
+            "settings": dict(way.settings),
+        }
+        return replace(
+            plan,
+            workload=replace(plan.workload, salt=salt),
+            load=replace(load, rate=rate),
+            slos=self._slos,
+            label=f"{way.mode} {rate:g}/s",
+            settings=told if repeat is None else told | {"repeat": repeat},
+        )
+
+    def _measure(self, name: str, plan: RunPlan) -> None:
+        _tell(name)
+        done = run_blocking(plan)
+        if done.aborted:
+            raise KeyboardInterrupt
+        # Time lines of so many runs would say little.
+        self._slices.put(name, replace(done, run=msgspec.structs.replace(done.run, series=())))
+
+    def _needs(self, way: Way, loads: Iterable[LoadPlan]) -> None:
+        """Go on only if a way's runs will probably be over in time."""
+        seconds = way.start_s + sum(load.warmup_s + load.duration_s + _REST_S for load in loads)
+        if monotonic() + seconds > self._deadline:
+            raise _OutOfTime
+
+    @contextmanager
+    def _served(self, way: Way) -> Iterator[Target]:
+        if way.place is not None:
+            with way.place() as target:
+                yield target
             return
         with bench_cluster(**way.settings) as cluster:
-            target = _target(cluster, self._plan.run.target)
-            for rate in self._plan.rates:
-                self._one(way, rate, slos, repeat, target=target)
+            given = self._plan.run.target
+            config = load(config_path(None, cluster.environ), cluster.environ)
+            yield replace(
+                given,
+                url=f"http://127.0.0.1:{cluster.port}",
+                roots=(cluster.supervisor_pid(),),
+                told={**given.told, **conditions_of(config)},
+                # Every mode has all cores of the machine that this process may use.
+                cores=float(len(os.sched_getaffinity(0))),
+            )
 
-    def _one(
-        self,
-        way: Way,
-        rate: float,
-        slos: Sequence[Slo],
-        repeat: int,
-        *,
-        target: Target,
-        duration_s: float | None = None,
-    ) -> Done:
-        if self._aborted:
-            return self._done[-1]
-        plan = self._plan.run
-        label = f"{way.mode} {rate:g}/s"
-        _tell(f"{label} ({way.words})" + (f", SLO {way.slo.gap_ms:g} ms" if way.slo else ""))
-        # The same texts for each way; other ones for each rate and repeat, or caches would help.
-        salt = plan.workload.salt + 1_000 * (repeat + 1) + self._plan.rates.index(rate)
-        load = replace(plan.load, rate=rate, duration_s=duration_s or plan.load.duration_s)
-        each = replace(
-            plan,
-            target=target,
-            workload=replace(plan.workload, salt=salt),
-            load=load,
-            slos=tuple(slos),
-            label=label,
-            settings={
-                "mode": way.mode,
-                "way": way.words,
-                "rate": rate,
-                "repeat": repeat,
-                "made_for_gap_ms": way.slo.gap_ms if way.slo else None,
-                "settings": dict(way.settings),
-            },
+    def _result(self, done: Sequence[Done]) -> Result:
+        plan, first = self._plan, done[0].conditions
+        runs = [each.run for each in done]
+        findings = verdict.conclude(runs, self._slos, self._itl_ms, plan.multiples)
+        findings["tables"] += self._tables
+        repeats = len({run.settings["repeat"] for run in runs})
+        parts = [f"{len(runs)} runs, {repeats} repeats"]
+        if self._left:
+            parts.append(f"not all that is planned: {self._left}")
+        return Result(
+            kind="modes",
+            title=f"modes compared: {plan.run.workload.name} on {first.model}",
+            conditions=_of_all(done),
+            runs=tuple(runs),
+            aborted=bool(self._left),
+            findings=findings,
+            notes=(
+                f"Bounds of gaps are {', '.join(f'{each:g}' for each in plan.multiples)} x "
+                f"{self._itl_ms:.2f} ms, the median gap of {UNDISTURBED_STREAMS} undisturbed "
+                f"streams in split mode; the first token is to come within {plan.ttft_ms:g} ms.",
+                f"{'; '.join(parts)}.",
+            ),
         )
-        self._done.append(run_blocking(each))
-        return self._done[-1]
+
+
+def tuning_rates(rates: Sequence[float]) -> tuple[float, ...]:
+    """Return the rates at which configurations are tried: at a low one all of them are good."""
+    ordered = sorted(rates)
+    return tuple(dict.fromkeys((ordered[len(ordered) // 2], ordered[-1])))
 
 
 def colocated_ways(chunks: Iterable[int]) -> list[Way]:
@@ -251,148 +338,41 @@ def adaptive_ways(slos: Iterable[Slo]) -> list[Way]:
     ]
 
 
-def conclude(
-    runs: Sequence[Run], slos: Sequence[Slo], itl_ms: float, multiples: Sequence[float]
-) -> dict[str, Any]:
-    """Return tables and advice."""
-    modes = list(dict.fromkeys(str(run.settings["mode"]) for run in runs if "mode" in run.settings))
-    rows, points = [], {}
-    for slo, multiple in zip(slos, multiples, strict=True):
-        values = {mode: of_mode(runs, mode, slo) for mode in modes}
-        points[f"{multiple:g}"] = {mode: found[0] for mode, found in values.items()}
-        best = max(values, key=lambda mode: values[mode][0])
-        rows.append(
-            [
-                f"{multiple:g} x = {slo.gap_ms:g} ms",
-                *(_cell(*values[mode]) for mode in modes),
-                best,
-            ]
-        )
-    unit = runs[0].cost.unit if runs else "core"
-    tables = [
-        {
-            "title": f"goodput/s per {unit} at the best rate: median (least - most of the repeats)",
-            "columns": ["p99 gap within", *modes, "best"],
-            "rows": rows,
+def running_server(name: str, target: Target) -> Foreign:
+    """Return a server that runs already, as a column."""
+
+    @contextmanager
+    def place() -> Iterator[Target]:
+        yield target
+
+    return Foreign(name, (Way(name, target.url, {}, place=place, start_s=0.0),))
+
+
+def _name(way: Way, rate: float, repeat: int | None) -> str:
+    when = "tuning" if repeat is None else f"repeat {repeat}"
+    return f"{when}: {way.name} at {rate:g}/s"
+
+
+def _of_all(done: Sequence[Done]) -> Conditions:
+    """Return what the runs have in common, and what differs between them."""
+    every = [each.conditions for each in done]
+    if any(each.hardware != every[0].hardware for each in every):
+        raise ResultError("these runs are not of one machine: measure all of them anew")
+    others = [each.load["others_cores"] for each in every]
+    return msgspec.structs.replace(
+        every[0],
+        time=f"{every[0].time} to {every[-1].time}",
+        commit=", ".join(dict.fromkeys(each.commit for each in every)),
+        workload={**every[0].workload, "salt": "one for each rate and repeat"},
+        arrivals={**every[0].arrivals, "rate_per_s": "see the runs"},
+        limits={"see the runs' settings; those of the first": every[0].limits},
+        concurrency="open, see the runs",
+        load={
+            "others_cores_most": max(others),
+            "others_cores_median": sorted(others)[len(others) // 2],
+            "load_average_at_start": every[0].load["load_average_at_start"],
+            "load_average_at_end": every[-1].load["load_average_at_end"],
         },
-        {
-            "title": "highest rate at which 90 % were good, sessions/s",
-            "columns": ["p99 gap within", *modes],
-            "rows": [
-                [f"{slo.gap_ms:g} ms", *(f"{highest_rate(runs, mode, slo):g}" for mode in modes)]
-                for slo in slos
-            ],
-        },
-    ]
-    even = break_even(runs, slos[0].ttft_ms, itl_ms) if COLOCATED in modes else None
-    return {
-        "undisturbed_itl_ms": itl_ms,
-        "goodput_per_cost": points,
-        "break_even_ms": "beyond what was looked at" if even == float("inf") else even,
-        "tables": tables,
-        "advice": advice(points, even, itl_ms),
-    }
-
-
-def of_mode(runs: Iterable[Run], mode: str, slo: Slo) -> tuple[float, float, float]:
-    """Return goodput by cost at the best rate and configuration: median, least, most of repeats."""
-    best: dict[int, float] = {}
-    for run in runs:
-        made_for = run.settings.get("made_for_gap_ms")
-        if run.settings.get("mode") != mode or made_for not in (None, slo.gap_ms):
-            continue
-        repeat = int(run.settings["repeat"])
-        best[repeat] = max(best.get(repeat, 0.0), _per_cost(run, slo))
-    if not best:
-        return 0.0, 0.0, 0.0
-    return median(best.values()), min(best.values()), max(best.values())
-
-
-def highest_rate(runs: Iterable[Run], mode: str, slo: Slo, wanted: float = 0.9) -> float:
-    """Return the highest rate tried that a mode bears; 0: none."""
-    return max(
-        (
-            float(run.settings["rate"])
-            for run in runs
-            if run.settings.get("mode") == mode
-            and run.settings.get("made_for_gap_ms") in (None, slo.gap_ms)
-            and reckoning.goodput(run.rows, slo, run.figures.seconds).attainment >= wanted
-        ),
-        default=0.0,
-    )
-
-
-def break_even(runs: Sequence[Run], ttft_ms: float, itl_ms: float) -> float:
-    """Return the gap bound in ms up to which the split is at least as good as colocated.
-
-    0: nowhere; infinite: everywhere on the grid of 1 to 6 times the undisturbed ITL. Where neither
-    gives anything there is nothing to win.
-    """
-    wins = []
-    for multiple in GRID:
-        slo = Slo(ttft_ms, itl_ms * multiple)
-        split, colocated = of_mode(runs, SPLIT, slo)[0], of_mode(runs, COLOCATED, slo)[0]
-        wins.append(split >= colocated and split > 0)
-    if not any(wins):
-        return 0.0
-    last = max(place for place, won in enumerate(wins) if won)
-    return float("inf") if last == len(GRID) - 1 else round(itl_ms * GRID[last], 2)
-
-
-def advice(points: Mapping[str, Mapping[str, float]], even: float | None, itl_ms: float) -> str:
-    """Return one sentence of advice."""
-    if even is None:
-        words = "Nothing was compared with colocated workers"
-    elif even == 0:
-        words = (
-            "Do not split for this load: colocated workers with a tuned chunk are better at every "
-            "gap bound that was looked at"
-        )
-    elif even == float("inf"):
-        words = (
-            "Split: at the loosest gap bound that was looked at it is still at least as good as "
-            "tuned colocated workers"
-        )
-    else:
-        words = (
-            f"Split only where gaps must stay within {even:g} ms ({even / itl_ms:.1f} x the "
-            "undisturbed ITL); where they may be longer, tuned colocated workers are better"
-        )
-    ratios = [
-        found[ADAPTIVE] / best
-        for found in points.values()
-        if ADAPTIVE in found and (best := max(found.get(SPLIT, 0.0), found.get(COLOCATED, 0.0))) > 0
-    ]
-    if ratios:
-        words += (
-            f"; the adaptive mode gave {min(ratios):.2f} to {max(ratios):.2f} of the better one of "
-            "both"
-        )
-    return words + "."
-
-
-def _middle(rates: Sequence[float]) -> float:
-    return sorted(rates)[len(rates) // 2]
-
-
-def _per_cost(run: Run, slo: Slo) -> float:
-    return reckoning.goodput(run.rows, slo, run.figures.seconds).per_s / (run.cost.amount or 1.0)
-
-
-def _cell(middle: float, least: float, most: float) -> str:
-    return f"{middle:.3g}" if least == most else f"{middle:.3g} ({least:.3g} - {most:.3g})"
-
-
-def _target(cluster: BenchCluster, given: Target) -> Target:
-    """Return the cluster as a target, its settings as conditions."""
-    config = load(config_path(None, cluster.environ), cluster.environ)
-    return replace(
-        given,
-        url=f"http://127.0.0.1:{cluster.port}",
-        roots=(cluster.supervisor_pid(),),
-        told={**given.told, **conditions_of(config)},
-        # Every mode has all cores of the machine that this process may use.
-        cores=float(len(os.sched_getaffinity(0))),
     )
 
 

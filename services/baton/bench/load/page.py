@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from baton.bench.load import verdict
 from baton.bench.load.report import Table, sentences, tables
 from baton.bench.load.results import CURVE, Result, Run, Spread
 from baton.bench.load.svg import COLOURS, Axis, Plot
@@ -76,12 +77,24 @@ def page(result: Result) -> str:
 
 def plots(result: Result) -> list[Plot]:
     """Return the plots that this result has data for."""
-    found = [_distribution(result.runs, name, words) for name, words in _LATENCIES]
-    found += [_goodput(result.runs, place) for place in range(len(result.runs[0].figures.goodput))]
+    shown = _one_of_each(result.runs) if result.kind == "modes" else result.runs
+    found = [_distribution(shown, name, words) for name, words in _LATENCIES]
+    found += [_goodput(result, place) for place in range(len(result.runs[0].figures.goodput))]
     # Time lines of a search's or a comparison's many runs would say little.
     for run in result.runs if len(result.runs) <= TIME_LINES_MAX else ():
         found += [_gaps_over_time(run), _tokens_over_time(run), _ttft_by_length(run)]
     return found
+
+
+def _one_of_each(runs: Sequence[Run]) -> list[Run]:
+    """Return the first run of each mode at the middle rate: more lines could not be told apart."""
+    rates = sorted({float(run.settings["rate"]) for run in runs})
+    middle = rates[len(rates) // 2]
+    found: dict[str, Run] = {}
+    for run in runs:
+        if run.settings["rate"] == middle:
+            found.setdefault(str(run.settings["mode"]), run)
+    return list(found.values())
 
 
 _LATENCIES = (
@@ -103,22 +116,30 @@ def _distribution(runs: Sequence[Run], name: str, words: str) -> Plot:
     return plot
 
 
-def _goodput(runs: Sequence[Run], place: int) -> Plot:
-    """Goodput against rate, one line for each group of runs that differ in their rate alone."""
+def _goodput(result: Result, place: int) -> Plot:
+    """Goodput against rate; of a comparison one line a mode, medians of its best way."""
+    runs = result.runs
     slo = runs[0].figures.goodput[place].slo
     plot = Plot(
         f"Goodput against rate: TTFT <= {slo.ttft_ms:g} ms, p99 gap <= {slo.gap_ms:g} ms",
         Axis("sessions offered a second", low=0.0),
         Axis("good requests a second", low=0.0),
     )
-    groups: dict[str, list[tuple[float, float]]] = {}
-    for run in runs:
-        if (rate := run.settings.get("rate")) is not None:
-            point = (float(rate), run.figures.goodput[place].per_s)
-            groups.setdefault(str(run.settings.get("mode", "good")), []).append(point)
-    for name, points in groups.items():
-        if len(points) > 1:
-            plot.line(name, sorted(points))
+    lines: dict[str, list[tuple[float, float]]] = {}
+    if result.kind == "modes":
+        found = verdict.points(runs)
+        for mode in dict.fromkeys(point.mode for point in found):
+            rates = sorted({point.rate for point in found if point.mode == mode})
+            best = [verdict.of_mode(found, mode, slo, rate)[0] for rate in rates]
+            cost = runs[0].cost.amount or 1.0
+            lines[mode] = [(rate, value * cost) for rate, value in zip(rates, best, strict=True)]
+    else:
+        rated = [run for run in runs if run.settings.get("rate") is not None]
+        points = [(float(r.settings["rate"]), r.figures.goodput[place].per_s) for r in rated]
+        lines["good"] = sorted(points)
+    for name, line in lines.items():
+        if len(line) > 1:
+            plot.line(name, line)
     return plot
 
 

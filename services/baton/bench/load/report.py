@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.bench.figures import table
 from baton.bench.load.results import Result, Run, Spread
 
 
@@ -23,6 +24,10 @@ class Table:
 
 def tables(result: Result) -> list[Table]:
     """Return everything worth reading of one result."""
+    if result.kind == "modes":
+        # So many runs that a column for each could not be read: the findings have rows.
+        told = Table("conditions", ("", ""), tuple(conditions(result)))
+        return [*findings(result.findings), *_errors(result.runs), told]
     runs = result.runs
     found = [
         Table("latencies, ms", ("", *_labels(runs)), _latencies(runs)),
@@ -32,17 +37,32 @@ def tables(result: Result) -> list[Table]:
     ]
     if any(run.figures.server for run in runs):
         found.append(Table("from Baton's metrics", ("", *_labels(runs)), _server(runs)))
+    found += _errors(runs)
+    if result.findings:
+        found += findings(result.findings)
+    found.append(Table("conditions", ("", ""), tuple(conditions(result))))
+    return found
+
+
+def _errors(runs: Sequence[Run]) -> list[Table]:
     errors = [
         (run.label, str(count), words)
         for run in runs
         for words, count in run.figures.errors.items()
     ]
-    if errors:
-        found.append(Table("errors", ("run", "n", "words"), tuple(errors)))
-    if result.findings:
-        found += findings(result.findings)
-    found.append(Table("conditions", ("", ""), tuple(conditions(result))))
-    return found
+    return [Table("errors", ("run", "n", "words"), tuple(errors))] if errors else []
+
+
+def markdown(result: Result) -> str:
+    """Return sentences and tables as Markdown."""
+    parts = [f"# {result.title}", *sentences(result)]
+    parts += [in_markdown(each) for each in tables(result)]
+    return "\n\n".join(parts) + "\n"
+
+
+def in_markdown(each: Table) -> str:
+    """Return one table as Markdown."""
+    return f"## {each.title}\n\n{table(each.columns, each.rows)}"
 
 
 def findings(found: Mapping[str, Any]) -> list[Table]:
@@ -56,16 +76,18 @@ def findings(found: Mapping[str, Any]) -> list[Table]:
 
 def sentences(result: Result) -> list[str]:
     """Return what must be said beside the tables."""
-    said = ["PARTIAL: it was ended by hand"] if result.aborted else []
+    said = ["PARTIAL: not all that was to be measured"] if result.aborted else []
     if advice := result.findings.get("advice"):
         said.append(str(advice))
     verdicts = {run.label: run.figures.generator.verdict for run in result.runs}
     said += [f"{label}: {verdict}" for label, verdict in verdicts.items() if verdict]
-    loaded = [
-        f"{run.label} {run.others_cores:.2f}" for run in result.runs if run.others_cores > 0.1
-    ]
+    loaded: dict[str, float] = {}
+    for run in result.runs:
+        if run.others_cores > 0.1:
+            loaded[run.label] = max(run.others_cores, loaded.get(run.label, 0.0))
     if loaded:
-        said.append(f"others used the machine meanwhile, in cores: {', '.join(loaded)}")
+        words = ", ".join(f"{label} {cores:.2f}" for label, cores in loaded.items())
+        said.append(f"others used the machine meanwhile, in cores: {words}")
     return said + list(result.notes)
 
 
