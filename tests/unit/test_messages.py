@@ -8,14 +8,21 @@ import msgspec
 import pytest
 
 from baton.core.ids import Peer
+from baton.core.outcomes import Ending, Outcome
 from baton.core.sampling import SamplingParams
+from baton.core.step_times import CELLS, StepCurve
 from baton.wire import codec
 from baton.wire.messages import (
+    STEP_ROWS_MAX,
+    WRITERS_MAX,
     AnyMessage,
     AssignPrefill,
+    AttemptId,
     BlockSum,
     ChunkAnnounced,
+    LastStep,
     PrefillCommitted,
+    RequestEnded,
     RequestFenced,
     RequestSpec,
     ReserveDecode,
@@ -28,6 +35,24 @@ from baton.wire.messages import (
 
 ID = b"\x07\0\0\0"
 GATEWAY, DECODE = Peer("gateway-0", 1), Peer("decode-0", 2)
+NAN, INF = float("nan"), float("inf")
+NO_COUNTS = [2**60, NAN, INF, 1e300, "1", None, []]
+ENDED = Outcome(Ending.COMPLETED)
+#: A worker's status in which no field has its default.
+STATUS = WorkerStatus(
+    accepting=True,
+    running=1,
+    queued_tokens=1,
+    blocks_total=9,
+    blocks_free=8,
+    block_size=16,
+    writers=(Peer("prefill-0", 1),),
+    curve=StepCurve((1, 2, 3), (5, 6, 7), 1),
+    chunk_tokens=128,
+    context_tokens=1,
+    growth_blocks=1,
+    handover_us=1,
+)
 
 
 def spec() -> RequestSpec:
@@ -61,7 +86,27 @@ CASES: list[tuple[AnyMessage, str, list[Any]]] = [
     (ChunkAnnounced("r", 1, (BlockSum(0, 1, 16, 9),)), "sums.0.1", [-1, 2**32]),
     (ChunkAnnounced("r", 1, (BlockSum(0, 1, 16, 9),)), "sums.0.2", [-1, 0]),
     (PrefillCommitted("r", 1, 7), "first_id", [-1, 2**31]),
-    (WorkerStatus(accepting=True, waiting=1), "waiting", [-1]),
+    (WorkerStatus(accepting=True, waiting=1), "waiting", [-1, *NO_COUNTS]),
+    (STATUS, "running", [-1, *NO_COUNTS]),
+    (STATUS, "queued_tokens", [-1, *NO_COUNTS]),
+    (STATUS, "context_tokens", [-1, *NO_COUNTS]),
+    (STATUS, "growth_blocks", [-1, *NO_COUNTS]),
+    (STATUS, "chunk_tokens", [-1, *NO_COUNTS]),
+    (STATUS, "blocks_total", [-1, 2**31, *NO_COUNTS]),
+    (STATUS, "blocks_free", [-1, STATUS.blocks_total + 1, 2**31, *NO_COUNTS]),
+    (STATUS, "block_size", [-1, 2**20, *NO_COUNTS]),
+    (STATUS, "handover_us", [-1, 2**50, *NO_COUNTS]),
+    (STATUS, "writers", [[["prefill-0", n] for n in range(WRITERS_MAX + 1)]]),
+    (STATUS, "curve.0", [[0, 2, 3], [-1, 2, 3], [1, 2, 2], [3, 2, 1], [1, 2], [1, 2, 2**31]]),
+    (STATUS, "curve.0", [[1.0, 2.0, NAN], [1, 2, INF], list(range(1, CELLS + 2))]),
+    (STATUS, "curve.1", [[0, 6, 7], [-5, 6, 7], [7, 6, 5], [5, 6], [5, 6, 2**40], [5, 6, NAN]]),
+    (STATUS, "curve.1", [[5, 6, INF], list(range(1, CELLS + 2)), []]),
+    (STATUS, "curve.2", [-1, 2**50, *NO_COUNTS]),
+    (LastStep(DECODE, (AttemptId("r", 1),)), "attempts", [[["r", 1]] * (STEP_ROWS_MAX + 1)]),
+    (RequestEnded("r", 1, ENDED, ttft_ms=5.0), "ttft_ms", [-1.0, 1e300, NAN, INF]),
+    (PrefillCommitted("r", 1, 7, prefill_ms=5.0), "prefill_ms", [-1.0, 1e300, NAN, INF]),
+    (PrefillCommitted("r", 1, 7, ended_ns=5), "ended_ns", [-1, 2**63, NAN]),
+    (PrefillCommitted("r", 1, 7, last_write_ns=5), "last_write_ns", [-1, 2**63, NAN]),
     (RequestFenced("r", 2, ID), "output", [b"123", b"\0\0\0\x80"]),
     (ReserveDecode(spec(), 1, None, ID), "output", [b"12345"]),
     (AssignPrefill(spec(), 1, DECODE, ID), "output", [b"1"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ from msgspec.structs import replace
 from baton.core.ids import Peer
 from baton.core.outcomes import Reason
 from baton.core.slo import Slo
-from baton.core.step_times import StepCurve
+from baton.core.step_times import MICROS_MAX, PAIR_PICOS_MAX, StepCurve
 from baton.ports.driving import CallLedger, Measure, Note
 from baton.ports.ledger import AdmitRequest, PlaceRequest
-from baton.wire.messages import RequestEnded, RequestRefused, RequestSpec, WorkFailed
+from baton.wire.messages import MoveOffered, RequestEnded, RequestRefused, RequestSpec, WorkFailed
 from support.machine_playbook import ids, request, sent
 from support.router_playbook import COMPLETED, D1, FENCE, P1, D, G, P, Router, call, cancels, spec
 
@@ -267,3 +268,55 @@ def test_a_full_queue_costs_little_until_something_changes() -> None:
     assert len(looks) == 10
     play.says(P, call(PlaceRequest, request_id="r0"), waiting=0)
     assert len(looks) == 20
+
+
+#: What a broken worker may say that could be true of some worker.
+BROKEN: dict[str, dict[str, Any]] = {
+    "endless queue": {"queued_tokens": 2**53, "waiting": 2**53},
+    "endless streams": {"running": 2**53, "context_tokens": 2**53, "growth_blocks": 2**53},
+    "no size": {"block_size": 0, "chunk_tokens": 0},
+    "no memory": {"blocks": 0},
+    "endless chunk": {"chunk_tokens": 2**53},
+    "no time": {"curve": StepCurve((1,), (1,))},
+    "endless steps": {"curve": StepCurve((1, 2), (MICROS_MAX, MICROS_MAX), PAIR_PICOS_MAX)},
+    "endless tokens": {"curve": StepCurve((2**31 - 1,), (1,))},
+    "endless hand-over": {"handover_us": MICROS_MAX},
+}
+
+
+@pytest.mark.parametrize("status", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("broken", [P1, D1])
+def test_a_worker_that_says_nonsense_stops_nobody(broken: Peer, status: dict[str, Any]) -> None:
+    """Beside it one is healthy: requests are placed, and none is refused for the other's sake."""
+    play = Adaptive((P, D, P1, D1), slo=replace_slo(refuse=True))
+    play.says(broken, **status)
+    assert play.machine.state.placement.drain_s(1_000) < 1.0
+    for number, tokens in enumerate((20, 600, 1_000)):
+        spec_ = play.fresh(f"r{number}", tokens)
+        play.admit(spec_, call(PlaceRequest, request_id=spec_.request_id))
+        play.says(broken, **status)
+
+
+def replace_slo(**fields: Any) -> Slo:
+    return dataclasses.replace(SLO, **fields)
+
+
+def test_the_wait_is_that_for_whoever_is_done_first() -> None:
+    """1,000 tokens beside two prefill workers of 1,925 tokens/s: both take part unless one has
+    more before it than the other needs for all of them."""
+    play = Adaptive((P, P1))
+    placement = play.machine.state.placement
+    speed = 256 / CURVE.seconds(256)
+    assert placement.drain_s(1_000) == pytest.approx(500 / speed)
+    play.says(P1, queued_tokens=400)
+    assert placement.drain_s(1_000) == pytest.approx(700 / speed)
+    play.says(P1, queued_tokens=50_000)
+    assert placement.drain_s(1_000) == pytest.approx(1_000 / speed)
+
+
+def test_a_moved_request_needs_no_more_than_it_may_become() -> None:
+    """Whatever its draining worker says of its length: it would fit nowhere."""
+    play = Adaptive()
+    play.goes("r", 600, D, P)
+    play.hear(D, MoveOffered("r", 1, 2**53))
+    assert play.machine.state.entries["r"].tokens == 620

@@ -106,3 +106,14 @@ def test_what_streams_lose_is_counted() -> None:
     decode = view(D, Role.DECODE, running=4, context_tokens=800)
     assert Estimator(Slo(5.0, 0.015)).local(decode, steep, need, ahead=4).stalled == 4
     assert Estimator(Slo(5.0, 0.005)).local(decode, steep, need, ahead=4).stalled == 0
+
+
+def test_an_absurd_expectation_is_learned_from_without_harm() -> None:
+    """Nothing is divided by what it leaves; the next requests are soon expected right again."""
+    for absurd in (0.0, 1e-300, 1e30, 1e300):
+        line = Line()
+        line.learn(absurd, 1.0)
+        line.learn(1.0, absurd)
+        for _ in range(2 * Line.MEMORY):
+            line.learn(0.5, 0.5)
+        assert line.corrected(0.5) == pytest.approx(0.5, rel=0.1)

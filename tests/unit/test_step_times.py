@@ -114,3 +114,13 @@ def test_the_model_has_a_bound_and_travels() -> None:
     assert len(times.cells) <= CELLS
     curve = times.curve()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(curve), type=StepCurve) == curve
+
+
+def test_what_was_learned_of_a_machine_that_stood_still_can_be_told() -> None:
+    """However long a step took: the figures end where those that may travel end."""
+    times = StepTimes()
+    for tokens, pairs, seconds in ((1, 0.5, 1e-9), (1, 1.5, 1e9), (300, 9.0, 1e12)):
+        times.learn(tokens, pairs, seconds)
+    curve = times.curve()
+    curve.verify()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(curve), type=StepCurve) == curve

@@ -58,6 +58,18 @@ def test_a_decode_worker_tells_how_long_a_hand_over_takes() -> None:
     assert _told(play).handover_us == 10_000
 
 
+@pytest.mark.parametrize(("ended_ns", "told_us"), [(0, 0), (1, 10_000_000), (2**62, 0)])
+def test_a_clock_that_is_wrong_at_prefill_spoils_no_figure(ended_ns: int, told_us: int) -> None:
+    """A time that is missing is not learned, one of long ago no more than a slow hand-over."""
+    play = Decode()
+    ticket = play.remote(spec("r", tokens=6))
+    play.hear(P, ChunkAnnounced("r", 1, sums(ticket, 6)), Like(VerifyBlocks))
+    play.hear(P, msgspec.structs.replace(commit(ticket), ended_ns=ended_ns))
+    asked = play.last(VerifyBlocks)
+    play.do(BlocksVerified(asked.request_id, asked.epoch, asked.checks, (), 0.001))
+    assert _told(play).handover_us == told_us
+
+
 def test_a_decode_worker_tells_how_much_its_answers_will_grow() -> None:
     """As far as asked for, before any answer is known; then as far as answers went lately."""
     play = Decode(blocks=32, growth_tokens=8)

@@ -14,6 +14,9 @@ from baton.ports.engine import Row
 
 #: The last so many hand-overs and answers count.
 MEMORY = 32
+#: A hand-over that took longer, by the clock of the prefill worker that began it, counts as this: a
+#: wrong clock there must not turn all prompts away from here.
+HANDOVER_MAX_S = 10.0
 
 #: Sequences that will not grow any more, or not here.
 _DONE = (Stage.FINISHED, Stage.PAUSED, Stage.MOVED)
@@ -47,6 +50,10 @@ class Figures:
             tokens += len(row.token_ids)
             pairs += pairs_of(row.start, len(row.token_ids))
         self.steps.learn(tokens, pairs, seconds)
+
+    def handed_over(self, seconds: float) -> None:
+        """A hand-over took ``seconds``, from prefill's last step to the sequence that runs."""
+        self.handover_s.learn(min(seconds, HANDOVER_MAX_S))
 
     def growth_blocks(self, sequences: Iterable[Sequence], growth_tokens: int) -> int:
         """Return how many more blocks what is here will probably want: each answer as long as the

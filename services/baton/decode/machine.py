@@ -377,7 +377,8 @@ class DecodeMachine:
         seq.stage = Stage.RUNNING
         seq.computed = seq.length
         seconds = max(0.0, now - commit.ended_ns / 1e9)
-        self.state.figures.handover_s.learn(seconds)
+        if commit.ended_ns:
+            self.state.figures.handed_over(seconds)
         self.state.measure("handover_seconds", seconds)
         self.state.measure("handover_verified_seconds", max(0.0, verified_s))
         self.state.measure("handovers_total")

@@ -181,7 +181,8 @@ class Session:
         if run.epoch != self.epoch or not self._binds(peer, role, run):
             return Verdict.STALE, []
         if run.index > len(self.ids):
-            if len(self.held) < HELD_RUNS_MAX:
+            fits = run.index + len(run.ids) <= self.spec.max_tokens
+            if fits and len(self.held) < HELD_RUNS_MAX:
                 self.held[run.index] = run
             return Verdict.GAP, []
         fresh: list[TokenRun] = []

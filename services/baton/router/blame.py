@@ -17,6 +17,8 @@ from baton.wire.messages import ID_BYTES, AttemptId, LastStep
 
 #: From the second failure of its own on each next attempt waits, twice as long each time.
 FAILED_PAUSE_S = 0.25
+#: Of what a worker says of a failure so much is kept: it is kept for every attempt.
+TEXT_CHARS_MAX = 1_000
 
 
 class Blames:
@@ -29,7 +31,7 @@ class Blames:
     def put(self, entry: Entry, text: str, now: float, lost: Peer | None = None) -> None:
         """The attempt of ``entry`` has ended; with ``lost``, because that worker ended."""
         due = now + self.state.limits.recovery_ms / 1000 if lost is not None else 0.0
-        entry.blames.append(Blame(entry.epoch, text, lost, due))
+        entry.blames.append(Blame(entry.epoch, text[:TEXT_CHARS_MAX], lost, due))
 
     def fenced(self, entry: Entry, output: bytes, now: float) -> bool:
         """Its gateway says what was delivered. Return whether the request may be tried again."""

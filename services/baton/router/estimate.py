@@ -103,10 +103,12 @@ class Line:
     MEMORY = 12
     #: So many times later than it was expected something else went on: it counts as so much.
     CLIP = 2.0
+    #: What is expected beyond a day is not expected: nothing is learned from it but that.
+    EXPECTED_MAX_S = 86_400.0
 
     def learn(self, expected_s: float, actual_s: float) -> None:
         """``expected_s`` by the workers' figures, ``actual_s`` in truth."""
-        expected_s = max(expected_s, 0.001)
+        expected_s = min(max(expected_s, 0.001), self.EXPECTED_MAX_S)
         if self.count:
             actual_s = min(actual_s, self.CLIP * self.corrected(expected_s))
         else:

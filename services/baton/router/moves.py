@@ -25,7 +25,7 @@ class Moves:
 
     def offer(self, entry: Entry, message: MoveOffered) -> None:
         """Its decode worker drains and would give it away."""
-        entry.grown = message.tokens
+        entry.grown = min(message.tokens, entry.spec.prompt_tokens + entry.spec.max_tokens)
         self.offered[entry.spec.request_id] = entry
 
     def next(self, now: float) -> Entry | None:

@@ -119,16 +119,25 @@ class Placement:
 
     def drain_s(self, tokens: int) -> float:
         """Return how long ``tokens`` tokens of prompts that wait here take, after those that
-        wait at prefill, or at decode where there is no prefill; 0 where no speed is known."""
+        wait at prefill, or at decode where there is no prefill; 0 where no speed is known. They go
+        to whoever is done first: a worker with a long queue delays nobody else's."""
         views = self._accepting(Role.PREFILL) or self._accepting(Role.DECODE)
-        speed = 0.0
+        queues = []
         for view in views:
             chunk = max(1, view.status.chunk_tokens)
             seconds = view.status.curve.seconds(chunk)
             if seconds > 0:
-                speed += chunk / seconds
-                tokens += view.status.queued_tokens + view.placed_tokens
-        return tokens / speed if speed else 0.0
+                speed = chunk / seconds
+                queued = view.status.queued_tokens + view.placed_tokens
+                queues.append((queued / speed, speed))
+        work, speed, done_s = float(tokens), 0.0, 0.0
+        for busy_s, each in sorted(queues):
+            if speed and done_s <= busy_s:
+                break
+            work += busy_s * each
+            speed += each
+            done_s = work / speed
+        return done_s
 
     def missing(self, *, split: bool) -> tuple[Reason, str] | None:
         """Return what a request would lack, whatever the load; ``split`` wants a prefill too."""

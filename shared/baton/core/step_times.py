@@ -13,8 +13,10 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 #: Cells are half octaves: 1, 2, 3, 4-5, 6-7, 8-11, 12-15 ... tokens; the last one is open.
 CELLS = 26
@@ -23,17 +25,37 @@ MEMORY = 16
 #: A step that took longer than so many times its cell's mean counts as that much: the machine was
 #: busy with something else.
 OUTLIER = 3.0
+#: Longer steps (some hours), and slower attention (a second a pair), are told as this: no worker
+#: lives to see them, and whoever reads a curve may rely on it.
+MICROS_MAX = 10**10
+PAIR_PICOS_MAX = 10**12
+
+_Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Micros = Annotated[int, Meta(ge=1, le=MICROS_MAX)]
 
 
 class StepCurve(msgspec.Struct, frozen=True, array_like=True):
     """What a worker has learned of its steps; empty: nothing yet."""
 
-    tokens: tuple[int, ...] = ()
+    tokens: Annotated[tuple[_Tokens, ...], Meta(max_length=CELLS)] = ()
     """Tokens of a step, ascending."""
-    micros: tuple[int, ...] = ()
+    micros: Annotated[tuple[_Micros, ...], Meta(max_length=CELLS)] = ()
     """How long such a step takes beside its attention, never descending."""
-    pair_picos: int = 0
+    pair_picos: Annotated[int, Meta(ge=0, le=PAIR_PICOS_MAX)] = 0
     """For each pair of a token and one it attends to, in 10**-12 s."""
+
+    def verify(self) -> None:
+        """Look at a curve that somebody else made: everything else here divides by it.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if len(self.tokens) != len(self.micros):
+            raise ValueError(f"{len(self.tokens)} token counts with {len(self.micros)} times")
+        if any(low >= high for low, high in pairwise(self.tokens)):
+            raise ValueError("the token counts of a step curve do not ascend")
+        if any(low > high for low, high in pairwise(self.micros)):
+            raise ValueError("the times of a step curve descend")
 
     def seconds(self, tokens: float, pairs: float = 0.0) -> float:
         """Return how long a step takes; outside of what was seen in proportion, at least as long
@@ -149,9 +171,9 @@ class StepTimes:
         shares = [cell.seconds / cell.pairs for cell in cells if cell.pairs > 0]
         slope = min([slope, *shares])
         bases = [(cell.count, cell.seconds - slope * cell.pairs) for cell in cells]
-        micros = tuple(max(1, round(base * 1e6)) for base in _ascending(bases))
+        micros = tuple(min(MICROS_MAX, max(1, round(base * 1e6))) for base in _ascending(bases))
         tokens = tuple(round(cell.tokens) for cell in cells)
-        return StepCurve(tokens, micros, round(slope * 1e12))
+        return StepCurve(tokens, micros, min(PAIR_PICOS_MAX, round(slope * 1e12)))
 
 
 def pairs_of(start: int, tokens: int) -> float:

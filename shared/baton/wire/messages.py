@@ -22,7 +22,7 @@ from msgspec import Meta
 from baton.core.ids import Peer
 from baton.core.outcomes import FinishReason, Outcome, Reason
 from baton.core.sampling import SamplingParams
-from baton.core.step_times import StepCurve
+from baton.core.step_times import MICROS_MAX, StepCurve
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Epoch = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -31,9 +31,18 @@ Turn = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 BlockNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Generation = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+BlockCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Milliseconds = Annotated[int, Meta(ge=0, le=2**40)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
 WorkerId = Annotated[str, Meta(max_length=64)]
+MeasuredMs = Annotated[float, Meta(ge=0, le=2.0**40)]
+"""Has an upper bound, so that it is finite."""
+BootTimeNs = Annotated[int, Meta(ge=0, le=2**62)]
+
+#: More prefill workers on one decode worker's arena than one pool has.
+WRITERS_MAX = 1_024
+#: More rows than any step has.
+STEP_ROWS_MAX = 4_096
 
 ID_BYTES = 4
 
@@ -189,7 +198,7 @@ class RequestEnded(Message, frozen=True):
     early: bool = False
     """The gateway had heard of no attempt: the ledger may have got the request's record after its
     end, and then it is the router's to end that too."""
-    ttft_ms: Annotated[float, Meta(ge=0.0)] | None = None
+    ttft_ms: MeasuredMs | None = None
     """From its submission to the first token, if there was one: what a router's forecast is held
     against."""
 
@@ -294,7 +303,7 @@ class LastStep(Message, frozen=True):
     over, and these attempts had rows in the step that it left. Nobody else is to blame."""
 
     peer: Peer
-    attempts: tuple[AttemptId, ...]
+    attempts: Annotated[tuple[AttemptId, ...], Meta(max_length=STEP_ROWS_MAX)]
 
 
 class WorkAdopted(Message, frozen=True):
@@ -324,18 +333,21 @@ class WorkAsked(Message, frozen=True):
 
 
 class WorkerStatus(Message, frozen=True):
-    """worker -> router, with every heartbeat and after each change that matters to placement."""
+    """worker -> router, with every heartbeat and after each change that matters to placement.
+
+    Routers compute with these figures, so what no worker can mean is no message: it changes
+    nothing, as if it had not come."""
 
     accepting: bool
     """False while draining, suspect or hung."""
     running: Count = 0
     waiting: Count = 0
     queued_tokens: Count = 0
-    blocks_total: Count = 0
-    blocks_free: Count = 0
+    blocks_total: BlockCount = 0
+    blocks_free: BlockCount = 0
     """FREE plus CACHED without a hold: what a reservation could get at once."""
-    block_size: Count = 0
-    writers: tuple[Peer, ...] = ()
+    block_size: Annotated[int, Meta(ge=0, le=2**16)] = 0
+    writers: Annotated[tuple[Peer, ...], Meta(max_length=WRITERS_MAX)] = ()
     """Of decode: prefill incarnations whose lock on its arena was seen; others get no ticket."""
     step: Count = 0
     step_age_ms: Milliseconds = 0
@@ -348,8 +360,13 @@ class WorkerStatus(Message, frozen=True):
     """Of decode: tokens that the running sequences attend to, all together."""
     growth_blocks: Count = 0
     """Of decode: blocks that what it has will probably want beside those it has."""
-    handover_us: Count = 0
+    handover_us: Annotated[int, Meta(ge=0, le=MICROS_MAX)] = 0
     """Of decode: from prefill's last store to the sequence that runs, lately; 0 if unknown."""
+
+    def __post_init__(self) -> None:
+        if self.blocks_free > self.blocks_total:
+            raise ValueError(f"{self.blocks_free} of {self.blocks_total} blocks are free")
+        self.curve.verify()
 
 
 # --- decode <-> prefill: the hand-over ----------------------------------------------------------
@@ -432,10 +449,10 @@ class PrefillCommitted(Message, frozen=True):
     epoch: Epoch
     first_id: TokenId
     first_logprob: TokenLogprob | None = None
-    prefill_ms: float = 0.0
-    last_write_ns: Annotated[int, Meta(ge=0)] = 0
+    prefill_ms: MeasuredMs = 0.0
+    last_write_ns: BootTimeNs = 0
     """CLOCK_BOOTTIME of the last store into the arena: only to measure the hand-over."""
-    ended_ns: Annotated[int, Meta(ge=0)] = 0
+    ended_ns: BootTimeNs = 0
     """CLOCK_BOOTTIME when the first token was chosen: only to measure the hand-over."""
 
 
