@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from baton.runtime.starvation import look_at
 from support.runtime_rig import Process, Rig, started_rig
 
 #: Short leases, so that a frozen worker is dealt with soon.
@@ -105,6 +108,35 @@ def test_a_busy_loop_is_killed_and_says_where_it_was(rig: Rig) -> None:
     process.until("worker_killed")
     process.until("process_ready")
     assert b"_spin_once" in process.raw
+
+
+def test_a_starved_worker_is_not_killed(rig: Rig) -> None:
+    """On a core that others keep busy it does not come to beat: it gets more time, the log says
+    why, and when they are gone the same worker goes on."""
+    process = serving(rig, **SHORT)
+    worker = process.worker
+    if not look_at(worker):
+        pytest.skip("this kernel does not count what threads wait")
+    core = min(os.sched_getaffinity(0))
+    for tid in map(int, os.listdir(f"/proc/{worker}/task")):
+        os.sched_setaffinity(tid, {core})
+        os.sched_setscheduler(tid, os.SCHED_IDLE, os.sched_param(0))
+    spin = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(spin) for _ in range(6)]
+    try:
+        for each in busy:
+            os.sched_setaffinity(each.pid, {core})
+        process.until("worker_starved")
+    finally:
+        for each in busy:
+            each.kill()
+        for each in busy:
+            each.wait()
+    select.select([], [], [], 2 * LEASE_S)
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+    assert process.count("worker_killed") == 0
+    assert process.worker == worker
 
 
 def test_with_fence_kill_never_a_stopped_worker_lives(rig: Rig) -> None:

@@ -19,6 +19,7 @@ from baton.runtime.guarding import (
     OWN_GAP_S,
     RESTART,
     TRACE,
+    WATCH_S,
     YIELD_S,
     Began,
     Command,
@@ -36,10 +37,12 @@ from baton.runtime.guarding import (
     TellManager,
     WorkerEnded,
 )
+from baton.runtime.starvation import ThreadLook
 
 LIMITS = Limits()
 LEASE_S = LIMITS.lease_ttl_ms / 1000
 FROZEN_S = LEASE_S + LIMITS.frozen_margin_ms / 1000
+PID = 4_321
 KILL = SignalWorker(signal.SIGKILL)
 READY = TellManager(Condition.READY)
 
@@ -52,6 +55,8 @@ class Talk:
     now: float = 1000.0
     beat: float = 0.0
     ready: bool = False
+    starved: bool = False
+    """Of a core, whenever it does not beat."""
 
     def tell(self, event: Event) -> list[Command]:
         """Give one event; return what is to be done, without what is only logged."""
@@ -60,7 +65,10 @@ class Talk:
         return [command for command in commands if not isinstance(command, Note)]
 
     def look(self) -> list[Command]:
-        return self.tell(Looked(self.beat, self.ready))
+        threads: tuple[ThreadLook, ...] = ()
+        if self.machine.watches:
+            threads = (ThreadLook(PID, self.starved, 3.0, 0.0),)
+        return self.tell(Looked(self.beat, self.ready, PID, threads))
 
     def pass_time(self, seconds: float, *, beating: bool) -> list[Command]:
         """Let the guard look at its own pace; return everything it did."""
@@ -117,6 +125,54 @@ def test_a_frozen_worker_is_killed_soon_enough() -> None:
     while KILL not in talk.pass_time(LOOK_S / 3, beating=False):
         assert talk.now - talk.beat < FROZEN_S + LOOK_S
     assert FROZEN_S <= talk.now - talk.beat <= FROZEN_S + LOOK_S
+
+
+def test_a_worker_that_gets_no_core_has_one_lease_more() -> None:
+    """It is not hung: it would go on by itself. But not for ever, and the log says so once."""
+    talk = Talk(starved=True)
+    talk.serve()
+    assert talk.pass_time(FROZEN_S + LOOK_S, beating=False) == [SignalWorker(TRACE)]
+    assert talk.pass_time(LEASE_S - 2 * LOOK_S, beating=False) == []
+    assert talk.pass_time(3 * LOOK_S, beating=False) == [KILL]
+    assert FROZEN_S + LEASE_S <= talk.now - talk.beat <= FROZEN_S + LEASE_S + 2 * LOOK_S
+
+
+def test_a_starved_worker_that_went_on_is_spared_again() -> None:
+    """Each standstill is judged by itself."""
+    talk = Talk(starved=True)
+    talk.serve()
+    notes: list[str] = []
+    for _ in range(3):
+        until = talk.now + FROZEN_S + LEASE_S / 2
+        while talk.now < until:
+            talk.now = talk.machine.deadline()
+            threads = (ThreadLook(PID, True, 3.0, 0.0),)
+            commands = talk.machine.handle(Looked(talk.beat, True, PID, threads), talk.now)
+            assert KILL not in commands
+            notes += [each.event for each in commands if isinstance(each, Note)]
+        talk.pass_time(1.0, beating=True)
+    assert notes == ["worker_starved"] * 3
+
+
+def test_a_worker_that_hangs_after_it_was_starved_is_killed() -> None:
+    """What it is spared is not prolonged; and a standstill that began with a wait is none of it."""
+    talk = Talk(starved=True)
+    talk.serve()
+    talk.pass_time(0.6, beating=False)
+    talk.starved = False
+    assert KILL in talk.pass_time(FROZEN_S, beating=False)
+
+
+def test_threads_are_looked_at_only_while_the_loop_stands_still() -> None:
+    """Looking costs time, ten times a second."""
+    talk = Talk()
+    talk.serve()
+    talk.pass_time(10.0, beating=True)
+    assert not talk.machine.watches
+    talk.pass_time(WATCH_S + LOOK_S, beating=False)
+    assert talk.machine.watches
+    talk.pass_time(LOOK_S, beating=True)
+    assert not talk.machine.watches
 
 
 def test_a_worker_that_goes_on_in_time_is_not_killed() -> None:

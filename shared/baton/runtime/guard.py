@@ -46,6 +46,7 @@ from baton.runtime.parent import TOLD_BY, Parent
 from baton.runtime.prctl import die_with_parent, set_name
 from baton.runtime.pulse import Pulse
 from baton.runtime.service import EX_BUG
+from baton.runtime.starvation import look_at
 from baton.runtime.yielding import Yielding
 
 #: Names, on its command line, the worker that a guard adopts.
@@ -170,7 +171,10 @@ class Guard:
             self._feed(ParentGone())
         if self._code is None:
             self._tell_alive()
-            self._feed(Looked(self._pulse.last_beat, self._pulse.is_ready))
+            watches = self._pid and self._machine.watches
+            threads = look_at(self._pid) if watches else ()
+            pulse = self._pulse
+            self._feed(Looked(pulse.last_beat, pulse.is_ready, self._pid, threads))
 
     def _tell_alive(self) -> None:
         if self._clock.now() >= self._alive_due:

@@ -18,12 +18,15 @@ from baton.core.limits import Limits
 from baton.core.pauses import FINAL_CODES, STEADY_S, pause_s
 from baton.ports.driving import Exit, Note
 from baton.runtime.service import EX_AGAIN, EX_OK
+from baton.runtime.starvation import Starvation, ThreadLook
 
 #: How often a guard looks at the pulse of its worker.
 LOOK_S = 0.1
 #: A guard that looked later than this did not run itself (stopped, starved, the machine slept): how
 #: old the worker's pulse is then says nothing, and counting begins anew.
 OWN_GAP_S = 0.5
+#: From then on it also looks at what the threads of a worker whose loop stands still do.
+WATCH_S = 0.3
 #: A start yields to those that serve for this long at most: on a full machine it would never end.
 YIELD_S = 10.0
 #: What a worker may still do after the death of its guard's parent: within the 5 s promised.
@@ -66,6 +69,9 @@ class Looked:
     """When the worker's event loop last ran; 0.0: it never has."""
     ready: bool
     """It can do its work."""
+    pid: int = 0
+    threads: tuple[ThreadLook, ...] = ()
+    """What they do, if it was asked for (:attr:`GuardMachine.watches`) and the kernel tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,11 @@ class GuardMachine:
         self._orphaned = False
         self._traced = False
         self._told_frozen = False
+        self._starvation = Starvation()
+        self._spared_until: float | None = None
+        """It stood still for want of a core; it has so much more time."""
+        self.watches = False
+        """The next look should tell what the worker's threads do."""
         self._replacing = False
         """It was asked to make room for its successor."""
         self._over = False
@@ -176,8 +187,8 @@ class GuardMachine:
                     self._adopt(now, do)
                 else:
                     self._start(now, do, yielding=True)
-            case Looked(beat, ready):
-                self._looked(beat, ready, now, do)
+            case Looked():
+                self._looked(event, now, do)
             case WorkerEnded(code):
                 self._ended(code, now, do)
             case StopAsked(number):
@@ -220,8 +231,10 @@ class GuardMachine:
         self._started_at = self._count_from = now
         self._start_due = self._kill_due = self._hurry_due = None
         self._was_ready = self._traced = self._told_frozen = self._replacing = False
+        self._moves()
 
-    def _looked(self, beat: float, ready: bool, now: float, do: Do) -> None:
+    def _looked(self, look: Looked, now: float, do: Do) -> None:
+        beat = look.beat
         if now - self._looked_at > OWN_GAP_S:
             self._count_from = now
         self._looked_at = now
@@ -234,7 +247,7 @@ class GuardMachine:
             return
         if self.state is WorkerState.STARTING and beat:
             self._become(WorkerState.SERVING)
-        if ready and not self._was_ready:
+        if look.ready and not self._was_ready:
             self._was_ready = True
             do(TellManager(Condition.READY))
         if self._hurry_due is not None and now >= self._hurry_due:
@@ -242,15 +255,21 @@ class GuardMachine:
             if self.state is WorkerState.STARTING:
                 do(HurryWorker())
         if self.state is not WorkerState.KILLED:
-            self._mind(beat, now, do)
+            self._mind(look, now, do)
 
-    def _mind(self, beat: float, now: float, do: Do) -> None:
+    def _mind(self, look: Looked, now: float, do: Do) -> None:
         """Kill what has stood still for too long."""
+        beat = look.beat
         if self._kill_due is not None and now >= self._kill_due:
             self._end_by_force("it outlives the process that started it", now - beat, do)
             return
         # Before its first beat a worker loads, allocates and warms up, which blocks its loop.
         still_s = now - max(beat, self._count_from) if beat else now - self._started_at
+        self.watches = bool(beat) and still_s >= WATCH_S
+        if not self.watches:
+            self._moves()
+        elif look.threads:
+            self._starvation.looked(look.threads, now)
         if beat and still_s < self._lease_s:
             self._traced = self._told_frozen = False
             return
@@ -259,12 +278,28 @@ class GuardMachine:
             do(SignalWorker(TRACE))
         if still_s < (self._frozen_s if beat else self._start_s):
             return
+        if beat and self._spares(look.pid, still_s, now, do):
+            return
         why = "its event loop stands still" if beat else "it does not become ready"
         if self._kill == "stale":
             self._end_by_force(why, still_s, do)
         elif not self._told_frozen:
             self._told_frozen = True
             do(Note("worker_frozen", {"reason": why, "seconds": round(still_s, 3)}, "warning"))
+
+    def _moves(self) -> None:
+        """Its loop runs, or nobody knows yet that it does not."""
+        self._starvation.forget()
+        self._spared_until = None
+
+    def _spares(self, pid: int, still_s: float, now: float, do: Do) -> bool:
+        """Give a worker that gets no core one lease more, once: it would go on by itself, and its
+        successor would get none either."""
+        if self._spared_until is None and self._starvation.starves(pid):
+            self._spared_until = now + self._lease_s
+            fields = {"seconds": round(still_s, 3), "spared_s": self._lease_s}
+            do(Note("worker_starved", fields, "warning"))
+        return self._spared_until is not None and now < self._spared_until
 
     def _end_by_force(self, why: str, still_s: float, do: Do) -> None:
         self._become(WorkerState.KILLED)
