@@ -160,6 +160,59 @@ def test_a_bug_does_not_swallow_what_led_to_it(rig: Make) -> None:
     assert orjson.loads(made.stream.getvalue())["event"] == "first"
 
 
+def test_what_cannot_be_told_is_named_and_hides_nothing(rig: Make) -> None:
+    """A bug may be in what is told itself: the lines after it come out, and the trace of the error
+    says what is missing."""
+    lines = [
+        Note("first", {}),
+        Measure("no_such_metric", 1),
+        Note("second", {}, "no_such_level"),
+        Note("third", {}),
+    ]
+    made = rig(lambda event: [*lines, object()])
+
+    async def main() -> None:
+        made.driver().feed("go")
+
+    asyncio.run(main())
+    told = [orjson.loads(line)["event"] for line in made.stream.getvalue().splitlines()]
+    assert told == ["first", "third"]
+    ((error, _),) = made.crashed
+    assert isinstance(error, AssertionError) and "nobody executes" in str(error)
+    assert [note.split(": ")[1:3] for note in error.__notes__] == [
+        ["no_such_metric", "AssertionError"],
+        ["second", "AttributeError"],
+    ]
+
+
+def test_a_line_that_cannot_be_told_is_a_bug_and_the_rest_is_told(rig: Make) -> None:
+    """It ends the process as every bug does; what was done after it is told first."""
+    made = rig(lambda event: [Measure("no_such_metric", 1), Note("after", {})])
+
+    async def main() -> None:
+        made.driver().feed("go")
+
+    asyncio.run(main())
+    ((error, _),) = made.crashed
+    assert "no_such_metric" in str(error)
+    assert orjson.loads(made.stream.getvalue())["event"] == "after"
+
+
+def test_a_log_that_is_gone_does_not_hide_the_bug(rig: Make) -> None:
+    """Nobody reads it: the process ends all the same, for the reason it has."""
+    made = rig(lambda event: [Note("first", {}), object()])
+    made.stream.close()
+
+    async def main() -> None:
+        made.driver().feed("go")
+
+    asyncio.run(main())
+    ((error, _),) = made.crashed
+    assert isinstance(error, AssertionError)
+    (note,) = error.__notes__
+    assert note.startswith("not told before: first: ValueError")
+
+
 def test_exit_is_the_last_event(rig: Make) -> None:
     """After Exit the commands beside it are executed, and no further event is handled."""
     made = rig(lambda event: ["feed late", Exit(0, "drained"), "beside"])

@@ -166,6 +166,16 @@ def test_a_bug_while_running(rig: Rig) -> None:
     assert "a bug in the machine" in str(line["exception"])
 
 
+def test_a_bug_ends_a_process_whose_log_is_gone(rig: Rig) -> None:
+    """Nothing can be said any more: it ends with 70 all the same."""
+    router = rig.start("router-0", TEST_BEHAVIOUR="bug", TEST_ALONE="1")
+    router.until("process_ready")
+    assert router.popen.stderr is not None
+    router.popen.stderr.close()
+    rig.start("gateway-0", "gateway")
+    assert router.popen.wait(PATIENCE_S) == 70
+
+
 def test_drain_has_an_end(rig: Rig) -> None:
     """A machine that never drains is ended soon after drain_ms, with 0: somebody asked for it."""
     process = rig.start("router-0", TEST_BEHAVIOUR="never_drained")

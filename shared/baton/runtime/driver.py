@@ -10,7 +10,6 @@ a line in a log. Decides nothing a machine could decide.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -77,7 +76,7 @@ class Driver:
         self._end = end
         self._crash = crash
         self._check = bool(os.environ.get("BATON_CHECK")) if check is None else check
-        self._told: list[Note | Measure] = []
+        self._told: deque[Note | Measure] = deque()
         """Done, and not yet told."""
         self._executors: dict[type, Executor] = {
             Send: lambda command: transport.send(command.peer, command.message),
@@ -116,8 +115,7 @@ class Driver:
             self._tell()
         except Exception as error:  # the crash barrier: a bug ends the process
             self._stopped = True
-            with contextlib.suppress(Exception):
-                self._tell()  # what led to it
+            self._tell_before(error)
             self._crash(error, type(current).__name__)
         finally:
             self._handling = False
@@ -139,12 +137,26 @@ class Driver:
     # --- the commands every service has ---------------------------------------------------------
 
     def _tell(self) -> None:
-        told, self._told[:] = self._told[:], []
-        for command in told:
-            if isinstance(command, Note):
-                getattr(self._log, command.level)(command.event, **command.fields)
-            else:
-                self._metrics.measure(command.name, command.value, command.labels)
+        while self._told:
+            self._tell_one(self._told.popleft())
+
+    def _tell_one(self, command: Note | Measure) -> None:
+        if isinstance(command, Note):
+            getattr(self._log, command.level)(command.event, **command.fields)
+        else:
+            self._metrics.measure(command.name, command.value, command.labels)
+
+    def _tell_before(self, error: Exception) -> None:
+        """Tell what led to ``error``, as far as that can be told: one of these may be the bug
+        itself (a metric that is in no catalogue, a field that cannot be written), or the log may be
+        gone. What cannot be told is named in the trace of the error, and hides none of the rest."""
+        while self._told:
+            command = self._told.popleft()
+            try:
+                self._tell_one(command)
+            except Exception as trouble:  # part of the crash barrier, which has an end
+                name = command.event if isinstance(command, Note) else command.name
+                error.add_note(f"not told before: {name}: {type(trouble).__name__}: {trouble}")
 
     def _exit(self, command: Exit) -> None:
         self.stop()

@@ -357,9 +357,12 @@ class Shell:
     # --- the crash barrier ----------------------------------------------------------------------
 
     def _crash(self, error: BaseException, during: str) -> None:
-        """End the process at once: whatever state it holds is not to be trusted."""
-        self._log.critical("process_crashed", during=during, exc_info=error)
-        os._exit(EX_BUG)
+        """End the process at once: whatever state it holds is not to be trusted. It ends also where
+        its log is gone, or the error cannot be written."""
+        try:
+            self._log.critical("process_crashed", during=during, exc_info=error)
+        finally:
+            os._exit(EX_BUG)
 
     def _stray_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """Take what nobody awaited. Troubles of sockets are no bugs (out of descriptors)."""
