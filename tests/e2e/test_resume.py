@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 
 import pytest
 
+from support.cluster_client import Answer, complete
 from support.ops_cluster import OpsCluster, ops_cluster, wait_until
 
 TOKENS = 60
+#: A quarter of a minute.
+LONG = 700
 HEADERS = {"Content-Type": "application/json", "X-Baton-Resume": "30"}
 
 
@@ -22,6 +26,7 @@ def cluster() -> Iterator[OpsCluster]:
         BATON_MODEL_NAME="m",
         BATON_CLUSTER_GATEWAYS="2",
         BATON_FAKE_STEP_MS="20",
+        BATON_LIMITS_RESTART_MS="1500",
         BATON_CHECK="1",
     ) as place:
         place.up()
@@ -31,9 +36,9 @@ def cluster() -> Iterator[OpsCluster]:
 class Client:
     """One stream: its events, and the token that resumes it."""
 
-    def __init__(self, cluster: OpsCluster, prompt: str) -> None:
+    def __init__(self, cluster: OpsCluster, prompt: str, tokens: int = TOKENS) -> None:
         self.cluster = cluster
-        body = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True}
+        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         self.body = json.dumps({**body, "stream": True, "temperature": 0})
         self.events: list[bytes] = []
         self.token = ""
@@ -77,6 +82,9 @@ class Client:
         except (OSError, HTTPException):
             pass
 
+    def event_ids(self) -> list[bytes]:
+        return [event.split(b"\n")[0] for event in self.events]
+
     def text(self) -> str:
         said = [event.split(b"data: ")[1].strip() for event in self.events]
         chunks = [json.loads(each) for each in said if each != b"[DONE]"]
@@ -100,9 +108,9 @@ def test_a_stream_survives_the_death_of_its_gateway(cluster: OpsCluster) -> None
     cluster.process(serving(cluster)).send(signal.SIGKILL)
     cut.connection.close()
     cut.resume()
-    ids = [event.split(b"\n")[0] for event in cut.events]
+    ids = cut.event_ids()
     assert len(set(ids)) == len(ids), "an event came twice"
-    assert ids == [event.split(b"\n")[0] for event in calm.events]
+    assert ids == calm.event_ids()
     assert cut.text() == calm.text()
 
 
@@ -120,6 +128,38 @@ def test_a_cut_connection_is_resumed(cluster: OpsCluster) -> None:
     again.token, again.events = cut.token, cut.events[:7]
     again.resume()
     assert again.events == cut.events, "complete, and told again from the middle"
+
+
+def test_a_restart_does_not_wait_for_streams_that_do_not_end(cluster: OpsCluster) -> None:
+    """Both gateways are started anew under streams that take much longer than ``restart_ms``: who
+    can resume has every event once, everybody else hears why."""
+    wait_until(lambda: len(gateways(cluster)) == 2, 20, "both gateways")
+    calm = Client(cluster, "a long one", LONG)
+    calm.begin()
+    assert calm.done
+    lasting, plain = Client(cluster, "a long one", LONG), Answer()
+
+    def stream() -> None:
+        nonlocal plain
+        plain = complete(cluster.port, "m", "a long one", max_tokens=LONG, ignore_eos=True)
+
+    threads = [threading.Thread(target=each) for each in (lasting.begin, stream)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(lasting.events) > 3, 20, "the stream runs")
+    before = {name: cluster.reports()[name]["incarnation"] for name in gateways(cluster)}
+    done = cluster.baton("restart", "gateway-0", "gateway-1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = {name: cluster.reports()[name]["incarnation"] for name in gateways(cluster)}
+    assert before.keys() == after.keys() and not set(before.values()) & set(after.values())
+    for thread in threads:
+        thread.join()
+    assert plain.error is not None and plain.error["code"] == "draining"
+    assert 0 < len(plain.ids) < LONG
+    assert not lasting.done, "it was ended in the middle"
+    lasting.resume()
+    assert lasting.text() == calm.text()
+    assert lasting.event_ids() == calm.event_ids()
 
 
 def gateways(cluster: OpsCluster) -> list[str]:

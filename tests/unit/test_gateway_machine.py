@@ -290,6 +290,18 @@ def test_held_tokens_are_bounded() -> None:
     assert talk.delivered == []
 
 
+def test_a_run_beyond_the_answer_is_not_held() -> None:
+    """A broken worker's runs take no more memory than the answer may; what fits is asked for."""
+    talk = Talk()
+    talk.submit(max_tokens=10)
+    talk.place()
+    talk.tokens(D0, 2, [7] * 1_000)
+    assert not talk.machine.state.sessions["r"].held
+    talk.tokens(D0, 2, [3, 4])
+    talk.tokens(D0, 0, [1, 2])
+    assert talk.delivered == [1, 2, 3, 4]
+
+
 def test_other_incarnation_of_the_same_epoch_is_refused() -> None:
     """Only the incarnations an epoch is bound to are heard."""
     talk = Talk()
@@ -706,8 +718,8 @@ def test_drain_has_a_limit() -> None:
 
 
 def test_a_restart_ends_when_the_last_client_has_its_answer() -> None:
-    """Others take new connections; what comes on the old ones is served, however long it takes;
-    the exit code asks for a successor."""
+    """Others take new connections; what comes on the old ones is served, for longer than a drain
+    takes; the exit code asks for a successor."""
     talk = Talk()
     talk.submit()
     talk.place()
@@ -720,6 +732,35 @@ def test_a_restart_ends_when_the_last_client_has_its_answer() -> None:
     talk.feed(ClientGone("b", Reason.CLIENT_DISCONNECTED))
     assert not [c for c in talk.answer(DONE) if isinstance(c, Exit)]
     assert only(talk.feed(ClientsLeft()), Exit).code == EXIT_RESTART
+
+
+def test_a_restart_has_a_limit() -> None:
+    """A client that never ends keeps no gateway for ever: its request fails as draining, and a
+    successor is asked for."""
+    talk = Talk()
+    talk.submit()
+    talk.place()
+    talk.feed(RestartRequested())
+    talk.pass_time(talk.limits.restart_ms / 2000)
+    talk.feed(RestartRequested())
+    assert not [c for c in talk.all if isinstance(c, End | Exit)]
+    out = talk.pass_time(talk.limits.restart_ms / 2000 + 0.1)
+    outcome = only(out, End).outcome
+    assert (outcome.ending, outcome.reason) == (Ending.FAILED, Reason.DRAINING)
+    assert only(out, Exit).code == EXIT_RESTART
+
+
+def test_a_stop_during_a_restart_takes_no_longer_than_a_drain() -> None:
+    """SIGTERM after SIGUSR2: the shorter limit holds, and nobody follows."""
+    talk = Talk()
+    talk.submit()
+    talk.place()
+    talk.feed(RestartRequested())
+    talk.pass_time(5)
+    talk.feed(DrainRequested())
+    out = talk.pass_time(talk.limits.drain_ms / 1000 + 0.1)
+    assert only(out, End).outcome.reason is Reason.DRAINING
+    assert only(out, Exit).code == 0
 
 
 def test_a_drain_beside_others_leaves_the_clients_to_them() -> None:

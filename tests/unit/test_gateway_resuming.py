@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
@@ -456,3 +456,27 @@ def test_a_gateway_that_goes_away_leaves_its_resumables_to_others() -> None:
     away.opened()
     away.feed(ReaderGone("c"), sent(D, TokensBounded))
     assert any(isinstance(command, Exit) for command in away.do(DrainRequested()))
+
+
+def test_a_gateway_that_is_started_anew_leaves_its_resumables_at_the_limit() -> None:
+    """Its client hears that another gateway goes on; the request itself is not ended."""
+    play = Gateway(restart_ms=60_000)
+    play.opened()
+    play.tokens(0, 50)
+    play.do(RestartRequested())
+    assert not [c for c in play.wait(59) if isinstance(c, End | Exit)]
+    said = play.wait(2)
+    (end,) = play.ends()
+    assert (end.outcome.ending, end.outcome.reason) == (Ending.REFUSED, Reason.DRAINING)
+    assert any(isinstance(command, Exit) for command in said)
+    assert not [c for c in said if isinstance(c, CallLedger)]
+
+
+def test_requests_that_come_to_be_resumed_are_bounded_too() -> None:
+    """The clients of a gateway that died all come here: twice as many as new ones are served."""
+    play = Gateway(resumables_max=2)
+    for number in range(4):
+        play.do(ResumeWanted(f"claim{number}", f"other{number}", "t", "k"))
+    refused = Like(NotResumed, claim="last", why=Unresumable.REFUSED, reason=Reason.OVERLOADED)
+    play.feed(ResumeWanted("last", "other", "t", "k"), refused)
+    assert len(play.machine.resuming._asking) == 4

@@ -149,7 +149,7 @@ class _Running:
                 self.start(step.worker, wait_s)
             case "end":
                 self._supervisor.signal(step.worker, "USR2")
-                patience = self.settings.limits.request_deadline_ms / 1000 + wait_s
+                patience = self.settings.limits.restart_ms / 1000 + wait_s
                 self._wait(lambda: self._ended(step.worker), patience, step.worker, "still drains")
             case "restart":
                 self._replace(step.worker, wait_s)
@@ -179,10 +179,10 @@ class _Running:
             self.start(worker, wait_s)
             return
         self._supervisor.signal(worker, "USR2")
-        # A gateway ends when its last answer has: that may take as long as a request may.
+        # A gateway ends when its last answer has, within a limit.
         patience = wait_s
         if self.row(worker)["role"] == Role.GATEWAY:
-            patience += self.settings.limits.request_deadline_ms / 1000
+            patience += self.settings.limits.restart_ms / 1000
         self._wait(lambda: self._serves(worker, before), patience, worker, "is not ready")
 
     # --- what is waited for -----------------------------------------------------------------------

@@ -214,7 +214,7 @@ class Attempts:
     def _refused(
         self, session: Session, peer: Peer, message: RequestRefused, now: float
     ) -> list[Command]:
-        leaving = message.reason is Reason.DRAINING and self.state.drain_due is None
+        leaving = message.reason is Reason.DRAINING and not self.state.stopping
         if leaving or session.phase is Phase.RUNNING:
             # Another one takes it, or its successor; this one is to forget it.
             if leaving:

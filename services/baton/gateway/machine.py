@@ -173,12 +173,13 @@ class GatewayMachine:
                 self.state.lease = event.state
                 return []
             case DrainRequested():
-                if self.state.drain_due is None:
-                    self.state.drain_due = now + self.state.limits.drain_ms / 1000
+                if not self.state.stopping:
+                    self.state.stopping = True
+                    self._end_by(now + self.state.limits.drain_ms / 1000)
                 self._exit_code = 0
                 return self._leave(for_others=self._others)
             case RestartRequested():
-                # Without a limit of its own: every request has a deadline.
+                self._end_by(now + self.state.limits.restart_ms / 1000)
                 self._exit_code = 0 if self._spare else EXIT_RESTART
                 return self._leave(for_others=True)
             case ClientsLeft():
@@ -200,7 +201,7 @@ class GatewayMachine:
     @property
     def draining(self) -> bool:
         """Whether nothing new is taken any more."""
-        return self._leaving or self.state.drain_due is not None
+        return self.state.drain_due is not None
 
     def status(self) -> dict[str, object]:
         """Describe this gateway for people; JSON-ready, no prompt, no ids of tokens."""
@@ -361,6 +362,11 @@ class GatewayMachine:
         commands = self.delivery.want_again(session, now)
         state.schedule(session)
         return commands
+
+    def _end_by(self, due: float) -> None:
+        """What still runs then is ended; what was asked for first may be sooner."""
+        state = self.state
+        state.drain_due = due if state.drain_due is None else min(state.drain_due, due)
 
     def _leave(self, *, for_others: bool) -> list[Command]:
         commands: list[Command] = [Note("draining", {"sessions": len(self.state.sessions)})]

@@ -63,6 +63,8 @@ _NO_LEDGER = Outcome(
 _ANOTHER_FAILED = Outcome(
     Ending.CANCELLED, reason=Reason.INTERNAL, message="another choice of the request failed"
 )
+#: Requests that are resumed are taken in until there are so many times ``resumables_max``.
+HERE_AGAIN = 2
 _DRAINING = Outcome(
     Ending.REFUSED, reason=Reason.DRAINING, message="this gateway is shutting down; resume again"
 )
@@ -150,7 +152,12 @@ class Resuming:
         )
 
     def resume(self, event: ResumeWanted, now: float) -> list[Command]:
-        """A client comes back."""
+        """A client comes back. Those of a gateway that died may all come here: there is more room
+        for them than for new ones, within a bound."""
+        room = HERE_AGAIN * self.state.limits.resumables_max
+        if event.resumable_id not in self.state.kept and self.held >= room:
+            text = "this gateway serves as many resumable requests as it may; resume again"
+            return [NotResumed(event.claim, Unresumable.REFUSED, Reason.OVERLOADED, text)]
         op = ClaimResumable(
             event.resumable_id, self.state.me, event.claim, event.owner, token=event.token
         )

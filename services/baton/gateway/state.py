@@ -42,6 +42,9 @@ class State:
     timers: Timers = field(default_factory=Timers)
     lease: LeaseState = LeaseState.VACANT
     drain_due: float | None = None
+    """This gateway is to end; by then at the latest."""
+    stopping: bool = False
+    """It has no successor."""
     kept: dict[str, Kept] = field(default_factory=dict)
     """Resumable requests, by id."""
     names: dict[str, str] = field(default_factory=dict)

@@ -27,6 +27,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A process whose event loop has stood still for ``lease_ttl_ms`` and this is killed."""
     drain_ms: int = 30_000
     """After SIGTERM running requests may go on this long; then they fail as ``draining``."""
+    restart_ms: int = 300_000
+    """After SIGUSR2 a gateway's running requests may go on this long; then clients that can resume
+    are told to, at another gateway, and the others' requests fail as ``draining``."""
     peer_silent_ms: int = 2_000
     """A peer whose link shows no frame for this long is reported lost."""
 
@@ -77,7 +80,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resume_max_ms: int = 300_000
     """A longer resume window is answered with 400."""
     resumables_max: int = 512
-    """More resumable requests of one gateway, running or within their window, are refused."""
+    """More resumable requests of one gateway, running or within their window, are refused; those
+    that come from other gateways to be resumed only beyond twice as many."""
     resume_tokens_max: int = 2_048
     """Output tokens computed while nobody reads; then the request pauses without memory."""
     resume_bytes_max: int = 16 * 2**20

@@ -320,7 +320,8 @@ class Shell:
             self._end(EX_AGAIN, "a restart was asked for during the start")
         elif not self._signals:
             self._signals.add(signal.SIGUSR2)
-            limit_s = self._config.limits.request_deadline_ms / 1000 + DRAIN_MARGIN_S
+            limits = self._config.limits
+            limit_s = max(limits.request_deadline_ms, limits.restart_ms) / 1000 + DRAIN_MARGIN_S
             self._log.info("restart_requested")
             self._loop.call_later(limit_s, self._end, EX_AGAIN, "the restart took too long")
             self._driver.feed(RestartRequested())
