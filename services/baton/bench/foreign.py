@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ _START_S, _PATIENCE_S = 100.0, 240.0
 _WARM_UP = ((1, 1_024), (4, 64), (8, 64))
 
 
-def vllm_columns(scratch: Path) -> tuple[Foreign, ...]:
+def vllm_columns(scratch: Path, chunks: Iterable[int] = VLLM_CHUNKS) -> tuple[Foreign, ...]:
     """Return its columns; none where ``PEERS_VLLM_BIN`` names no folder with its programs."""
     found = programs("PEERS_VLLM_BIN", "vllm", "vllm-router")
     if found is None:
@@ -48,7 +48,7 @@ def vllm_columns(scratch: Path) -> tuple[Foreign, ...]:
             f"chunk {chunk}" if chunk else "its default chunk",
             partial(_served, Vllm(scratch, found, folder, chunk), told),
         )
-        for chunk in VLLM_CHUNKS
+        for chunk in chunks
     )
     split = _way(
         "vllm-split",

@@ -18,7 +18,7 @@ from time import monotonic
 
 from baton.bench.cluster import BenchError
 from baton.bench.ends import term_interrupts
-from baton.bench.foreign import vllm_columns
+from baton.bench.foreign import VLLM_CHUNKS, vllm_columns
 from baton.bench.load.arrivals import Arrivals
 from baton.bench.load.asking import AskPlan
 from baton.bench.load.generator import LoadPlan
@@ -67,11 +67,12 @@ class Effort:
     duration_s: float = 30.0
     tune_s: float = 10.0
     undisturbed_s: float = 10.0
+    vllm_chunks: tuple[int, ...] = VLLM_CHUNKS
 
 
 EFFORT = Effort()
 #: A look whether it works.
-QUICK = Effort((1.5, 3.0), (64, 512), 2, 1.0, 5.0, 3.0, 3.0)
+QUICK = Effort((1.5, 3.0), (64, 512), 2, 1.0, 5.0, 3.0, 3.0, (0, 64))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,7 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     bad = 0
     with term_interrupts(), tempfile.TemporaryDirectory(prefix="modes-") as scratch:
-        foreign = vllm_columns(Path(scratch))
+        effort = QUICK if options.quick else EFFORT
+        foreign = vllm_columns(Path(scratch), effort.vllm_chunks)
         # One repeat of every load before the next one: a part of the time is a part of each.
         for repeats in range(1, options.repeats + 1):
             for name in options.load or LOADS:
