@@ -50,6 +50,15 @@ def test_pieces_are_the_events_that_bring_something() -> None:
     assert (found.tokens, found.prompt_tokens, found.cached_tokens) == (3, 7, 2)
 
 
+def test_a_token_without_text_yet_is_a_piece() -> None:
+    """The first half of a character came in time; the end without a token is no piece."""
+    found = answer(chunk("a"), chunk(""), chunk("b"), chunk("", '"length"'), USAGE, DONE)
+    assert found.ok and found.arrivals == [1.0, 2.0, 3.0] and found.tokens == 3
+    held = b'data: {"choices":[{"delta":{"content":""},"finish_reason":null}]}\n\n'
+    end = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
+    assert answer(held, end, DONE).arrivals == [1.0]
+
+
 def test_events_cut_anywhere_are_put_together() -> None:
     """TCP knows no events."""
     whole = chunk("a") + chunk("b", '"length"') + USAGE + DONE

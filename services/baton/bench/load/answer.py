@@ -1,8 +1,9 @@
 """One streamed answer as it comes in: what of it counts as a token, and when it was there.
 
-Decides how a stream is read. A *piece* is an event that brings text or ids; a gap is the time
-between two pieces at the client's socket, on the client's clock. A piece is one token unless the
-server lagged and sent several at once, which ``tokens`` by ``pieces`` shows.
+Decides how a stream is read. A *piece* is an event that brings a token, even one without text: half
+a character is held back until the rest is there, and its token was in time all the same. A gap is
+the time between two pieces at the client's socket, on the client's clock. A piece is one token
+unless the server lagged and sent several at once, which ``tokens`` by ``pieces`` shows.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ class Answer:
             text = choice.get("text") if delta is None else delta.get("content")
             thought = None if delta is None else delta.get("reasoning_content")
             ids = choice.get("token_ids")
-            if text or ids or thought:
+            # A role chunk and a bare end bring none.
+            held_back = choice.get("finish_reason") is None and "role" not in (delta or ())
+            if text or ids or thought or held_back:
                 self.arrivals.append(now)
             if text:
                 self.text.append(text)
