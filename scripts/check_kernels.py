@@ -77,8 +77,8 @@ def _programs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, 
     if compiler is None:
         raise ToolMissing("no C++ compiler was found")
     extra = SANITIZERS if options.sanitize else ()
-    for level in binding.levels():
-        if level.flags <= cpu_flags() and level.name in (options.level or [level.name]):
+    for level in binding.levels_of(cpu_flags()):
+        if binding.kernel_grants(level) and level.name in (options.level or [level.name]):
             yield level.name, [_built(compiler, folder / level.name, [*level.arguments, *extra])]
 
 

@@ -42,7 +42,14 @@ class WheelKernels(BuildHookInterface):  # type: ignore[type-arg]
         self._folder = tempfile.TemporaryDirectory(prefix="baton-wheel-")
         for level in binding.levels():
             self.app.display_info(f"compiling kernels for {level.name}")
-            file = binding.build_library(Path(self._folder.name), level, STATIC)
+            try:
+                file = binding.build_library(Path(self._folder.name), level, STATIC)
+            except binding.BuildFailed as error:
+                # A level more than the compiler knows: those CPUs take the next one, or compile.
+                if level is binding.levels()[-1]:
+                    raise
+                self.app.display_warning(f"no kernels for {level.name}: {error}")
+                continue
             build_data["force_include"][str(file)] = f"{_TARGET}/{file.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-linux_{platform.machine()}"

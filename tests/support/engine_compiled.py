@@ -23,8 +23,8 @@ from support.engine_models import tiny_info, tiny_model
 
 BLOCK = 16
 CONTEXT = 1024
-#: Levels that this CPU runs, best first.
-LEVELS = [level for level in binding.levels() if level.flags <= cpu_flags()]
+#: Levels that this CPU runs and the operating system's kernel lets run, best first.
+LEVELS = [level for level in binding.levels_of(cpu_flags()) if binding.kernel_grants(level)]
 
 
 @cache

@@ -115,9 +115,63 @@ def test_what_kernels_cannot_do_is_left_to_torch_and_said(tmp_path: Path, compil
 
 def test_the_level_follows_the_cpu() -> None:
     """Every level asks for all that the ones below it ask for; the last one asks for nothing."""
-    assert binding.best_level(frozenset()) == binding.PORTABLE
+    assert binding.levels_of(frozenset()) == (binding.PORTABLE,)
     for level in binding.levels():
-        assert binding.best_level(level.flags) == level
+        assert binding.levels_of(level.flags)[0] == level
+
+
+@pytest.mark.skipif(len(LEVELS) < 2, reason="this CPU has one level only")
+def test_a_level_that_the_kernel_refuses_is_left_out_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one serves; whoever insists on the refused one gets an error."""
+    info = folder_of(tmp_path)
+    below = LEVELS[1]
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / f"{binding.name_of(below)}.so").symlink_to(library_of(below).path)
+    granted = binding.kernel_grants
+    monkeypatch.setattr(binding, "kernel_grants", lambda level: level != BEST and granted(level))
+    said: list[str] = []
+    prepare_kernels(tmp_path, "float32", tmp_path, "auto", said.append)
+    assert said[0] == f"compiling kernels for {below.name}"
+    choice = chosen(tmp_path, info)
+    assert choice.name == f"step-{binding.name_of(below)}"
+    assert choice.note.startswith(f"no {BEST.name}: the operating system's kernel")
+    assert not choice.missing
+    with pytest.raises(KernelsMissing, match=f"no {BEST.name}: the operating system's kernel"):
+        chosen(tmp_path, info, BEST.name)
+    with pytest.raises(binding.BuildFailed, match=f"no {BEST.name}"):
+        prepare_kernels(tmp_path, "float32", tmp_path, BEST.name, said.append)
+
+
+@pytest.mark.skipif(len(LEVELS) < 2, reason="this CPU has one level only")
+def test_a_level_that_the_compiler_does_not_know_is_left_out_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler older than the CPU: the next level is made, and the reason stays."""
+    info = folder_of(tmp_path)
+    below = LEVELS[1]
+
+    def build(cache_dir: Path, level: binding.Level) -> Path:
+        if level == BEST:
+            raise binding.BuildFailed("c++ failed: unknown option")
+        (cache_dir / "kernels").mkdir()
+        file = cache_dir / "kernels" / f"{binding.name_of(level)}.so"
+        file.symlink_to(library_of(level).path)
+        return file
+
+    monkeypatch.setattr(binding, "build_library", build)
+    said: list[str] = []
+    prepare_kernels(tmp_path, "float32", tmp_path, "auto", said.append)
+    assert f"no kernels for {BEST.name}: c++ failed: unknown option" in said
+    choice = chosen(tmp_path, info)
+    assert choice.name == f"step-{binding.name_of(below)}"
+    assert choice.note.startswith(f"no {BEST.name}: c++ failed: unknown option (remove ")
+    assert not choice.missing
+    (tmp_path / "kernels" / f"{binding.name_of(BEST)}.refused").unlink()
+    assert chosen(tmp_path, info).missing
+    with pytest.raises(binding.BuildFailed, match="unknown option"):
+        prepare_kernels(tmp_path, "float32", tmp_path, BEST.name, said.append)
 
 
 def test_a_model_that_the_step_does_not_know_keeps_the_reason(

@@ -22,8 +22,9 @@ from support.engine_steps import by_token
 
 FEW = settings(max_examples=25, deadline=None)
 DTYPES = st.sampled_from(["float32", "bfloat16"])
-#: The best and the one of most other machines; the others are tried where it is cheap.
-LEVEL = st.sampled_from([at for at in LEVELS if at.name in (LEVELS[0].name, "avx2")])
+#: The best, what serves where it cannot, and the one of most other machines; the others are tried
+#: where it is cheap.
+LEVEL = st.sampled_from([at for at in LEVELS if at.name in (LEVELS[0].name, "avx512bf16", "avx2")])
 #: Largest error, relative to the sum of the terms' sizes: some roundings of a chain of float32.
 ROUNDING = 2e-5
 
@@ -67,6 +68,46 @@ def test_a_product_is_right_and_every_row_is_its_own(
     first, last = sorted(draw.integers(0, m + 1, 2))
     if first < last:
         assert np.array_equal(product(level, dtype, left[first:last], right), found[first:last])
+
+
+@pytest.mark.parametrize("level", [LEVELS[0], LEVELS[-1]], ids=lambda level: level.name)
+@pytest.mark.parametrize("shape", [(157, 40, 8208), (1100, 33, 512)], ids=str)
+def test_rows_that_do_not_fit_the_cache_together_are_their_own(
+    level: Level, shape: tuple[int, int, int]
+) -> None:
+    """A product cut into shares of rows, each for all columns: the same bits as rows alone."""
+    m, n, k = shape
+    draw = np.random.default_rng(6)
+    left, right = (
+        rounded(draw.standard_normal((count, k), np.float32), "bfloat16") for count in (m, n)
+    )
+    found = product(level, "bfloat16", left, right)
+    wanted = left.astype(np.float64) @ right.T.astype(np.float64)
+    sizes = np.abs(left).astype(np.float64) @ np.abs(right.T).astype(np.float64)
+    assert (np.abs(found - wanted) <= ROUNDING * sizes).all()
+    for row in (0, 63, 100, m - 1):
+        alone = product(level, "bfloat16", left[row : row + 1], right)
+        assert np.array_equal(alone[0], found[row])
+
+
+@pytest.mark.skipif(LEVELS[0].name != "amxbf16", reason="this CPU has no AMX for bfloat16")
+@pytest.mark.parametrize("k", [32, 30, 96, 146])
+def test_the_order_of_a_tile_products_sum(k: int) -> None:
+    """What the level's name stands for, bit for bit: of 32 elements the even and the odd ones are
+    summed apart. Products of two bfloat16 are exact in float32, so plain sums are the hardware's.
+    """
+    draw = np.random.default_rng(k)
+    left = rounded(draw.standard_normal((19, k), np.float32), "bfloat16")
+    right = rounded(draw.standard_normal((37, k), np.float32), "bfloat16")
+    found = product(LEVELS[0], "bfloat16", left, right)
+    terms = left[:, None] * right[None]
+    wanted = np.zeros((19, 37), np.float32)
+    for first in range(0, k, 32):
+        halves = np.zeros((2, 19, 37), np.float32)
+        for at in range(first, min(first + 32, k)):
+            halves[at % 2] += terms[:, :, at]
+        wanted += halves[0] + halves[1]
+    assert np.array_equal(found, wanted)
 
 
 @FEW

@@ -104,25 +104,30 @@ def _choose(
     return _with_step(choice, model_dir, info, dtype, weights)
 
 
-def level_for(setting: str) -> binding.Level:
-    """Return the instruction-set level that a setting means here."""
+def levels_for(setting: str) -> tuple[binding.Level, ...]:
+    """Return the instruction-set levels that a setting allows here, best first."""
     if setting in ("auto", "compiled"):
-        return binding.best_level()
-    return binding.level_named(setting)
+        return binding.levels_of(cpu_flags())
+    return (binding.level_named(setting),)
 
 
 def _library(setting: str, info: ModelInfo, block_size: int, cache_dir: Path) -> KernelChoice:
     """Return the compiled attention, or why there is none."""
     if block_size % _LANES or info.head_dim % _LANES:
         return _plain(f"a block of {block_size}, a head of {info.head_dim}: multiples of 16 needed")
-    level = level_for(setting)
-    if not level.flags <= cpu_flags():
-        return _plain(f"this CPU has no {level.name}")
-    file = binding.find_library(cache_dir, level)
-    if file is None:
-        why = f"kernels for {level.name} are not compiled: run `baton model prepare`"
-        return _plain(why, missing=True)
-    return KernelChoice(binding.name_of(level), "lanes", file)
+    left_out = []
+    for level in levels_for(setting):
+        if not level.flags <= cpu_flags():
+            return _plain(f"this CPU has no {level.name}")
+        if refusal := binding.refusal(cache_dir, level):
+            left_out.append(f"no {level.name}: {refusal}")
+            continue
+        file = binding.find_library(cache_dir, level)
+        if file is None:
+            why = f"kernels for {level.name} are not compiled: run `baton model prepare`"
+            return _plain(why, missing=True)
+        return KernelChoice(binding.name_of(level), "lanes", file, note="; ".join(left_out))
+    return _plain("; ".join(left_out))
 
 
 def _with_step(
@@ -142,7 +147,8 @@ def _with_step(
     else:
         why = "the compiled step is for others"
     note = f"{info.architecture}: compiled attention under transformers' modules; {why}"
-    return replace(choice, name=f"attention-{choice.name}", note=note, missing=missing)
+    notes = "; ".join(filter(None, (note, choice.note)))
+    return replace(choice, name=f"attention-{choice.name}", note=notes, missing=missing)
 
 
 def _plain(why: str, *, missing: bool = False) -> KernelChoice:

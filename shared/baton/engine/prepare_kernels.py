@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from baton.engine.info import read_info
-from baton.engine.kernels import level_for
-from baton.engine.native.binding import BuildFailed, build_library
+from baton.engine.kernels import levels_for
+from baton.engine.native import binding
+from baton.engine.native.binding import BuildFailed, Level
 from baton.engine.packed import STEP_ARCHITECTURES
 
 
@@ -33,7 +34,7 @@ def prepare_kernels(
         model_dir: a prepared model's folder.
         dtype: ``float32`` or ``bfloat16``.
         cache_dir: where compiled libraries are kept.
-        setting: of ``engine.kernels``; its level is compiled.
+        setting: of ``engine.kernels``; the best of its levels that the compiler knows is made.
         say: told what goes on.
         weights: of ``engine.weights``.
 
@@ -41,10 +42,8 @@ def prepare_kernels(
         BuildFailed: there is no compiler, or it failed.
     """
     info = read_info(model_dir)
-    level = level_for(setting)
-    say(f"compiling kernels for {level.name}")
     with ThreadPoolExecutor(1) as beside:
-        building = beside.submit(build_library, cache_dir, level)
+        building = beside.submit(_build_best, cache_dir, levels_for(setting), say)
         if info.architecture not in STEP_ARCHITECTURES:
             building.result()
             return
@@ -57,6 +56,29 @@ def prepare_kernels(
     packed = pack(model_dir, info, dtype, library, weights)
     if packed.refused:
         say(f"the compiled step is not for {info.name}: {packed.refused}")
+
+
+def _build_best(cache_dir: Path, levels: tuple[Level, ...], say: Callable[[str], None]) -> Path:
+    """Return the library of the first of ``levels`` that can be had here.
+
+    A compiler may be older than the CPU: what it could not build is left out from then on.
+    """
+    failed: dict[Level, str] = {}
+    for level in levels:
+        if not binding.kernel_grants(level):
+            continue
+        say(f"compiling kernels for {level.name}")
+        try:
+            library = binding.build_library(cache_dir, level)
+        except BuildFailed as error:
+            failed[level] = str(error)
+            continue
+        for other, why in failed.items():
+            say(f"no kernels for {other.name}: {why}")
+            binding.keep_refusal(cache_dir, other, why.splitlines()[0])
+        return library
+    why = f"no {levels[0].name}: the operating system's kernel does not give its registers"
+    raise BuildFailed(next(iter(failed.values()), why))
 
 
 def main(arguments: list[str]) -> int:

@@ -67,9 +67,9 @@ class EngineConfig(Section, frozen=True):
 
     kind: Literal["torch", "fake"] = "torch"
     """`torch`: the model; `fake`: a deterministic stand-in for tests and load on the protocol."""
-    kernels: Literal["auto", "compiled", "torch", "avx512bf16", "avx512", "avx2", "portable"] = (
-        "auto"
-    )
+    kernels: Literal[
+        "auto", "compiled", "torch", "amxbf16", "avx512bf16", "avx512", "avx2", "portable"
+    ] = "auto"
     """`auto`: compiled ones where they are there; `compiled`: those or none; `torch`: plain torch;
     or one level of the compiled ones, for hosts with different CPUs that work together."""
     weights: Literal["full", "int8", "int4"] = "full"

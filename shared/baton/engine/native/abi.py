@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ABI = 2
+ABI = 3
 DTYPES = {"float32": 0, "bfloat16": 1}
 #: Elements of K that a packed line holds of one column.
 K_STEP = {"float32": 1, "bfloat16": 2}
@@ -113,7 +113,7 @@ class Library:
         """Load ``path``.
 
         Raises:
-            OSError: it is no library that this process can load.
+            OSError: it is no library that this process can load, or its registers are refused.
         """
         self.path = path
         self._c: Any = ctypes.CDLL(str(path))
@@ -122,6 +122,8 @@ class Library:
             function.restype, function.argtypes = result, arguments
         if self._c.baton_abi() != ABI:
             raise OSError(f"{path} has another interface than this version of Baton")
+        if not self._c.baton_granted():
+            raise OSError(f"this process does not get the registers that {path.name} needs")
 
     def llama_new(self, spec: Llama) -> int:
         """Return a handle; the arrays that ``spec`` points to must outlive it."""
@@ -196,6 +198,7 @@ class Library:
 _P, _I = c_void_p, c_int32
 _SIGNATURES: Sequence[tuple[str, Any, list[Any]]] = (
     ("baton_abi", _I, []),
+    ("baton_granted", _I, []),
     ("baton_llama_new", _P, [POINTER(Llama)]),
     ("baton_llama_free", None, [_P]),
     ("baton_llama_step", _I, [_P, _P, _I, _P, _I, _P, _I]),

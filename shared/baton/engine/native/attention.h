@@ -4,7 +4,8 @@
 // sees to its own; a tile's scores, weights (rounded to the stored dtype) and weighted values are
 // each one chain of multiply-adds, joined by the online softmax of Milakov & Gimelshein 2018. What a
 // query must not see has weight exactly zero and changes nothing, so whether it is visited, and with
-// whom a query shares a pass, does not matter: that is row invariance.
+// whom a query shares a pass, does not matter: that is row invariance. (With tile registers the chains
+// are theirs, see `amx.h`.)
 //
 // K and V lie in the arena in the order in which a matrix product reads them ("lanes"), so nothing is
 // rearranged before use: of one block, layer and head
@@ -15,18 +16,11 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
-#include <memory>
 
-#include "gemm.h"
+#include "passes_amx.h"
 
 namespace baton {
 
-// Keys of one tile. Part of the arithmetic: another value is another kernel set.
-constexpr int kTile = 128;
-// A tile is looked at in panels of one vector of keys; a block holds whole panels.
-constexpr int kPanels = kTile / kLanes;
-// Query rows (tokens x heads of one group) that pass a tile together.
-constexpr int kQueryRows = 192;
 constexpr float kNothingYet = -1e30f;
 
 // The KV cache: a block is [layers][2][kv_heads], each part as above.
@@ -88,146 +82,6 @@ void store_kv(const Kv<T>& kv, const Row& row, int position, const float* key, c
   }
 }
 
-// One thread's working memory.
-template <class T>
-struct AttentionScratch {
-  int width;  // head_dim, whole vectors
-  std::unique_ptr<char[]> memory;
-  Act<T>* q;        // [kQueryRows][width]
-  float* out;       // [kQueryRows][width]
-  float* masses;    // [kQueryRows][16]
-  float* tops;      // [kQueryRows]
-  float* scores;    // [rows][kTile]
-  Act<T>* weights;  // [rows][kTile]
-  T* tail;          // [16 / s][width][s]: V of a panel that is not filled, zeros where nothing is
-
-  explicit AttentionScratch(int head_dim) : width(head_dim) {
-    constexpr int rows = Tile<T>::rows;
-    size_t used = 0;
-    auto part = [&](size_t bytes) {
-      const size_t at = used;
-      used += (bytes + 63) / 64 * 64;
-      return at;
-    };
-    const size_t parts[] = {part(sizeof(Act<T>) * kQueryRows * width),
-                            part(sizeof(float) * kQueryRows * width),
-                            part(sizeof(float) * kQueryRows * kLanes),
-                            part(sizeof(float) * kQueryRows),
-                            part(sizeof(float) * rows * kTile),
-                            part(sizeof(Act<T>) * rows * kTile),
-                            part(sizeof(T) * kLanes * width)};
-    memory.reset(new char[used + 64]);
-    char* base = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
-    q = reinterpret_cast<Act<T>*>(base + parts[0]);
-    out = reinterpret_cast<float*>(base + parts[1]);
-    masses = reinterpret_cast<float*>(base + parts[2]);
-    tops = reinterpret_cast<float*>(base + parts[3]);
-    scores = reinterpret_cast<float*>(base + parts[4]);
-    weights = reinterpret_cast<Act<T>*>(base + parts[5]);
-    tail = reinterpret_cast<T*>(base + parts[6]);
-  }
-};
-
-// One head's panels of one tile, and what memory is asked for while they are used.
-template <class T>
-struct Panels {
-  const T* keys[kPanels];    // K of 16 keys: rows of 16 * s, `stride` apart
-  const T* values[kPanels];  // V of 16 keys: [16 / s][width][s]
-  const T* next[kPanels];    // K that comes after this tile's V
-  ptrdiff_t stride;
-};
-
-// scores[R][16 * panels] of R query rows.
-template <class T>
-struct Scores {
-  const AttentionScratch<T>& s;
-  const Panels<T>& tile;
-  int first;  // query row
-  int panels;
-  bool ahead;
-
-  template <int R>
-  void run() const {
-    ahead ? some<R, Tile<T>::columns(R), true>(0) : some<R, Tile<T>::columns(R), false>(0);
-  }
-  template <int R, int C, bool Ahead>
-  void some(int panel) const {
-    using P = Product<T>;
-    for (; panel + C <= panels; panel += C) {
-      F16 sums[R][C];
-      clear(sums);
-      const Act<T>* q = s.q + first * s.width;
-      for (int d = 0; d < s.width; d += P::kStep, q += P::kStep) {
-        typename P::B right[C];
-        BATON_UNROLL for (int j = 0; j < C; ++j) {
-          // A line of K is as many bytes as a line of V, and there are as many.
-          if (Ahead) prefetch(tile.values[panel + j] + d * kLanes);
-          right[j] = P::right(tile.keys[panel + j] + d / P::kStep * tile.stride);
-        }
-        BATON_UNROLL for (int i = 0; i < R; ++i) {
-          const typename P::A left = P::left(q + i * s.width);
-          BATON_UNROLL for (int j = 0; j < C; ++j) P::add(sums[i][j], left, right[j]);
-        }
-      }
-      BATON_UNROLL for (int i = 0; i < R; ++i)
-        BATON_UNROLL for (int j = 0; j < C; ++j)
-          store(s.scores + i * kTile + (panel + j) * kLanes, sums[i][j]);
-    }
-    if constexpr (C > 1) some<R, C / 2, Ahead>(panel);
-  }
-};
-
-// out[R][width] = out * factor + weights * values.
-template <class T>
-struct Values {
-  const AttentionScratch<T>& s;
-  const Panels<T>& tile;
-  int first;  // query row
-  int panels;
-  bool ahead;
-  const float* factors;
-
-  template <int R>
-  void run() const {
-    ahead ? some<R, Tile<T>::columns(R), true>(0) : some<R, Tile<T>::columns(R), false>(0);
-  }
-  template <int R, int C, bool Ahead>
-  void some(int column) const {
-    using P = Product<T>;
-    for (; column + C * kLanes <= s.width; column += C * kLanes) {
-      float* out = s.out + first * s.width + column;
-      F16 sums[R][C];
-      BATON_UNROLL for (int i = 0; i < R; ++i) {
-        const F16 factor = splat(factors[i]);
-        BATON_UNROLL for (int j = 0; j < C; ++j)
-          sums[i][j] = load(out + i * s.width + j * kLanes) * factor;
-      }
-      for (int panel = 0; panel < panels; ++panel) {
-        const T* values = tile.values[panel] + column * P::kStep;
-        const T* next = tile.next[panel] + column / kLanes * tile.stride;
-        const Act<T>* weights = s.weights + panel * kLanes;
-        for (int key = 0; key < kLanes; key += P::kStep) {
-          if constexpr (Ahead) {
-            BATON_UNROLL for (int j = 0; j < C; ++j) prefetch(next + j * tile.stride);
-            next += s.width / kLanes * tile.stride;
-          }
-          typename P::B right[C];
-          BATON_UNROLL for (int j = 0; j < C; ++j)
-            right[j] = P::right(values + key * s.width + j * kLanes * P::kStep);
-          BATON_UNROLL for (int i = 0; i < R; ++i) {
-            const typename P::A left = P::left(weights + i * kTile + key);
-            BATON_UNROLL for (int j = 0; j < C; ++j) P::add(sums[i][j], left, right[j]);
-          }
-        }
-      }
-      BATON_UNROLL for (int i = 0; i < R; ++i)
-        BATON_UNROLL for (int j = 0; j < C; ++j)
-          store(out + i * s.width + j * kLanes, sums[i][j]);
-    }
-    if constexpr (C > 1) some<R, C / 2, Ahead>(column);
-  }
-};
-
 // Attention of some KV heads' query groups, for some tokens of one row.
 struct Part {
   const Row& row;
@@ -255,7 +109,7 @@ class PartAttention {
       for (int head = 0; head < part_.heads; ++head) {
         find(base, keys, last, head);
         for (int i = 0; i < rows_;) {
-          const int rows = pass_rows(rows_ - i, Tile<T>::rows);
+          const int rows = Passes<T>::pass(rows_ - i);
           pass(base, head * rows_, i, rows);
           i += rows;
         }
@@ -272,14 +126,15 @@ class PartAttention {
 
   void take_query(int i, const float* from) {
     for (int d = 0; d < s_.width; d += kLanes) {
-      put<T>(s_.q + i * s_.width + d, load(from + d));
+      put<T>(s_.q + i * s_.depth + d, load(from + d));
       store(s_.out + i * s_.width + d, splat(0.0f));
     }
+    for (int d = s_.width; d < s_.depth; d += kLanes) put<T>(s_.q + i * s_.depth + d, splat(0.0f));
     s_.tops[i] = kNothingYet;
     store(s_.masses + i * kLanes, splat(0.0f));
   }
 
-  // Finds one head's panels of the tile's first `keys` positions.
+  // Finds one head's panels of the tile's first `keys` positions, but does not read them yet.
   void find(int base, int keys, int last, int head) {
     const Layout& layout = kv_.layout;
     const ptrdiff_t offset = (part_.head + head) * layout.head();
@@ -292,19 +147,39 @@ class PartAttention {
       tile_.next[panel] = head + 1 < part_.heads ? tile_.keys[panel] + layout.head()
                                                  : keys_at(later) + part_.head * layout.head();
     }
-    const int filled = keys % kLanes;
-    if (filled == 0) return;
-    // What nobody has written may be anything, and zero times that no number.
-    const T*& values = tile_.values[keys / kLanes];
-    std::memset(s_.tail, 0, sizeof(T) * kLanes * s_.width);
-    constexpr int step = Product<T>::kStep;
-    std::memcpy(s_.tail, values, sizeof(T) * (filled / step * step) * s_.width);
-    if (filled % step)
-      for (int d = 0; d < s_.width; ++d) {
-        const ptrdiff_t i = (filled / step * s_.width + d) * step;
-        s_.tail[i] = values[i];
+    tile_.found = (keys + kLanes - 1) / kLanes;
+    keys_ = keys;
+    joined_ = false;
+  }
+
+  // Puts the found keys' values together. What nobody has written may be anything, and zero times that
+  // no number.
+  void join() {
+    joined_ = true;
+    constexpr int step = Product<T>::kStep, most = Passes<T>::kTogether;
+    for (int first = 0; first < keys_; first += most) {
+      const int filled = std::min(most, keys_ - first);
+      const T*& together = tile_.together[first / most];
+      together = tile_.values[first / kLanes];
+      bool apart = filled < most;
+      for (int key = kLanes; key < filled; key += kLanes)
+        apart |= tile_.values[(first + key) / kLanes] != together + ptrdiff_t(key) * s_.width;
+      if (!apart) continue;
+      T* to = s_.joined + ptrdiff_t(first) * s_.width;
+      together = to;
+      for (int key = 0; key < most; key += kLanes, to += kLanes * s_.width) {
+        const int some = std::min(kLanes, filled - key), whole = some / step * step;
+        if (some < kLanes) std::memset(static_cast<void*>(to), 0, sizeof(T) * kLanes * s_.width);
+        if (some <= 0) continue;
+        const T* from = tile_.values[(first + key) / kLanes];
+        std::memcpy(static_cast<void*>(to), from, sizeof(T) * whole * s_.width);
+        if (some % step)
+          for (int d = 0; d < s_.width; ++d) {
+            const ptrdiff_t i = (whole / step * s_.width + d) * step;
+            to[i] = from[i];
+          }
       }
-    values = s_.tail;
+    }
   }
 
   // The panel of a position, first head.
@@ -327,56 +202,70 @@ class PartAttention {
     if (highest < base) return;
     if (kind_.window > 0 && base + kTile <= lowest - kind_.window + 1) return;
     const int keys = std::min(kTile, highest + 1 - base);
-    const int panels = (keys + kLanes - 1) / kLanes;
+    constexpr int most = Passes<T>::kTogether;
+    const int panels = (keys + most - 1) / most * (most / kLanes);
     // One token's K and V are read once, so they come from memory, in order.
     const bool ahead = part_.tokens == 1;
-    with_rows<Tile<T>::rows>(rows, Scores<T>{s_, tile_, at + first, panels, ahead});
-    float factors[Tile<T>::rows];
-    for (int i = 0; i < rows; ++i) {
-      const int position = position_ + (first + i) / group_;
-      const int high = std::min(kTile, position + 1 - base);
-      const int low = kind_.window > 0 ? std::max(0, position - kind_.window + 1 - base) : 0;
-      factors[i] = weigh(at + first + i, s_.scores + i * kTile, s_.weights + i * kTile,
-                         panels * kLanes, std::min(low, kTile), std::max(high, 0));
-    }
-    with_rows<Tile<T>::rows>(rows, Values<T>{s_, tile_, at + first, panels, ahead, factors});
+    passes_.scores(s_, tile_, at + first, rows, (keys + kLanes - 1) / kLanes, ahead);
+    alignas(64) float factors[Passes<T>::kMost + kLanes];
+    weigh(base, at + first, first, rows, panels * kLanes, factors);
+    if (!joined_) join();
+    passes_.values(s_, tile_, at + first, rows, panels, ahead, factors);
   }
 
-  // Turns one row's scores into weights; keys outside low .. high get none. Returns what the sums so
-  // far are to be multiplied by.
-  float weigh(int i, float* scores, Act<T>* weights, int columns, int low, int high) {
-    const F16 hidden = splat(-std::numeric_limits<float>::infinity());
-    float scale = kind_.scale;
-    if (kind_.softcap > 0) {
-      const F16 inner = splat(kind_.scale / kind_.softcap), outer = splat(kind_.softcap);
-      for (int c = 0; c < columns; c += kLanes)
-        store(scores + c, outer * tanh(load(scores + c) * inner));
-      scale = 1.0f;
+  // Turns scores into weights; what a row does not see gets none. `factors`: what its sums so far are
+  // to be multiplied by. Rows from `i` on, which are `first` and on of their head.
+  void weigh(int base, int i, int first, int rows, int columns, float* factors) {
+    const bool soft = kind_.softcap > 0;
+    const float scale = (soft ? 1.0f : kind_.scale) * kLog2E;
+    // By steps, not by rows: what one row waits for in a step, others can be computed in.
+    alignas(64) float before[Passes<T>::kMost + kLanes], *now = s_.tops + i;
+    for (int row = 0; row < rows; ++row) {
+      float* scores = s_.scores + row * kTile;
+      if (soft) soften(scores, columns);
+      const int position = position_ + (first + row) / group_;
+      const int high = std::max(0, std::min(kTile, position + 1 - base));
+      const int low = kind_.window > 0 ? std::max(0, position - kind_.window + 1 - base) : 0;
+      before[row] = now[row];
+      now[row] = std::max(now[row], top(largest(scores, columns, std::min(low, kTile), high)) * scale);
     }
-    F16 largest = hidden;
+    for (int row = 0; row < rows; row += kLanes)
+      store(factors + row, exp2(load(before + row) - load(now + row)));
+    const F16 steep = splat(scale);
+    for (int row = 0; row < rows; ++row) {
+      const float* scores = s_.scores + row * kTile;
+      Act<T>* weights = s_.weights + row * kTile;
+      float* masses = s_.masses + (i + row) * kLanes;
+      const F16 offset = splat(-now[row]);
+      F16 mass = load(masses) * splat(factors[row]);
+      for (int c = 0; c < columns; c += kLanes) {
+        const F16 weight = exp2(fma(load(scores + c), steep, offset));
+        mass = mass + weight;
+        put<T>(weights + c, weight);
+      }
+      store(masses, mass);
+    }
+  }
+
+  void soften(float* scores, int columns) const {
+    const F16 inner = splat(kind_.scale / kind_.softcap), outer = splat(kind_.softcap);
+    for (int c = 0; c < columns; c += kLanes)
+      store(scores + c, outer * tanh(load(scores + c) * inner));
+  }
+
+  // The largest of each lane of the scores in low .. high; the others become infinitely low.
+  static F16 largest(float* scores, int columns, int low, int high) {
+    const F16 hidden = splat(-std::numeric_limits<float>::infinity());
+    F16 found = hidden;
     for (int c = 0; c < columns; c += kLanes) {
       F16 line = load(scores + c);
       if (c < low || c + kLanes > high) {
         line = between(line, low - c, high - c, hidden);
         store(scores + c, line);
       }
-      largest = max(line, largest);
+      found = max(line, found);
     }
-    const float before = s_.tops[i];
-    const float now = std::max(before, top(largest) * (scale * kLog2E));
-    const F16 factor = exp2(splat(before - now));
-    const F16 steep = splat(scale * kLog2E), offset = splat(-now);
-    F16 mass = load(s_.masses + i * kLanes) * factor;
-    for (int c = 0; c < columns; c += kLanes) {
-      const F16 weight = exp2(fma(load(scores + c), steep, offset));
-      mass = mass + weight;
-      put<T>(weights + c, weight);
-    }
-    s_.tops[i] = now;
-    store(s_.masses + i * kLanes, mass);
-    float scalar[kLanes];
-    store(scalar, factor);
-    return scalar[0];
+    return found;
   }
 
   template <class Out>
@@ -391,7 +280,10 @@ class PartAttention {
   const Part& part_;
   const int group_, rows_, position_;
   AttentionScratch<T>& s_;
+  Passes<T> passes_;
   Panels<T> tile_;
+  int keys_ = 0;         // found
+  bool joined_ = false;  // their values
 };
 
 // Attention of all rows of one layer, shared between threads by a counter. A row of one token is

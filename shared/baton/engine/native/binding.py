@@ -8,6 +8,7 @@ prepare`` (a wheel may bring its own in ``prebuilt``), never when a worker start
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -18,12 +19,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from baton.engine.info import cpu_flags
-
 _HERE = Path(__file__).parent
 _SOURCES = (
     *("base.h", "reg_avx512.h", "reg_avx2.h", "reg_portable.h", "vec.h", "buffer.h", "pool.h"),
-    *("tile.h", "quant.h", "gemm.h", "attention.h", "llama.h", "kernels.cpp"),
+    *("amx.h", "tile.h", "quant.h", "gemm_amx.h", "gemm.h", "passes.h", "passes_amx.h"),
+    *("attention.h", "llama.h", "kernels.cpp"),
 )
 #: ``-ffp-contract=off``: what is fused is written as such, so results do not depend on a compiler.
 ARGUMENTS = (
@@ -33,6 +33,10 @@ ARGUMENTS = (
 )
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+#: Flags of what the operating system's kernel must be asked for, and how (x86-64 Linux):
+#: ``arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)``.
+_ASKED_FOR = frozenset({"amx_tile"})
+_ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
 
 class BuildFailed(RuntimeError):
@@ -52,6 +56,14 @@ class Level:
 #: Best first; the last one runs anywhere.
 _X86 = (
     Level(
+        "amxbf16",
+        _V4 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+        (
+            *("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+            "-mprefer-vector-width=512",
+        ),
+    ),
+    Level(
         "avx512bf16",
         _V4 | {"avx512_bf16"},
         ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
@@ -68,12 +80,6 @@ def levels() -> tuple[Level, ...]:
     return (*_X86, PORTABLE) if x86 else (PORTABLE,)
 
 
-def best_level(flags: frozenset[str] | None = None) -> Level:
-    """Return the best level that a CPU with ``flags`` (this one's by default) can run."""
-    known = cpu_flags() if flags is None else flags
-    return next(level for level in levels() if level.flags <= known)
-
-
 def level_named(name: str) -> Level:
     """Return a level of this architecture.
 
@@ -84,6 +90,26 @@ def level_named(name: str) -> Level:
         if level.name == name:
             return level
     raise ValueError(f"kernel level {name!r}: there are {', '.join(at.name for at in levels())}")
+
+
+def levels_of(flags: frozenset[str]) -> tuple[Level, ...]:
+    """Return the levels that a CPU with ``flags`` can run, best first."""
+    return tuple(level for level in levels() if level.flags <= flags)
+
+
+@cache
+def kernel_grants(level: Level) -> bool:
+    """Ask the operating system's kernel for the registers that ``level`` needs beyond the usual.
+
+    Those of AMX are given to each process that asks (Linux since 5.16), if at all.
+    """
+    if not level.flags & _ASKED_FOR:
+        return True
+    try:
+        refused: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA)
+    except (OSError, AttributeError):
+        return False
+    return refused == 0
 
 
 @cache
@@ -107,6 +133,28 @@ def find_library(cache_dir: Path, level: Level) -> Path | None:
         if (folder / name).is_file():
             return folder / name
     return None
+
+
+def refusal(cache_dir: Path, level: Level) -> str:
+    """Return why ``level`` is left out here though the CPU has it; empty: it is not."""
+    if not kernel_grants(level):
+        return "the operating system's kernel does not give its registers"
+    file = _refusal_file(cache_dir, level)
+    try:
+        return f"{file.read_text()} (remove {file} to try again)"
+    except FileNotFoundError:
+        return ""
+
+
+def keep_refusal(cache_dir: Path, level: Level, why: str) -> None:
+    """Remember that ``level`` cannot be compiled here, and ``why``."""
+    file = _refusal_file(cache_dir, level)
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file.write_text(why)
+
+
+def _refusal_file(cache_dir: Path, level: Level) -> Path:
+    return cache_dir / "kernels" / f"{name_of(level)}.refused"
 
 
 def find_compiler() -> str | None:

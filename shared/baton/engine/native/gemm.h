@@ -3,9 +3,11 @@
 // Decides the packing of full weights and the order of a sum. Weights lie in groups of 32 columns,
 // each group [k / kStep][32][kStep], so that a product of few rows reads memory as one stream. Every
 // element of C is one chain of multiply-adds along k, whatever the number of rows, tile shape or
-// thread: that is row invariance, and it costs nothing. Weights of 8 and 4 bits are `quant.h`'s.
+// thread: that is row invariance, and it costs nothing. Weights of 8 and 4 bits are `quant.h`'s; with
+// tile registers full bfloat16 ones are `gemm_amx.h`'s.
 #pragma once
 
+#include "gemm_amx.h"
 #include "quant.h"
 
 namespace baton {
@@ -100,6 +102,12 @@ void product(const Weights<T>& w, const Act<T>* a, ptrdiff_t lda, int m, int fir
     case kInt8:
       return quantised(Int8{});
     default:
+#if defined(__AMX_BF16__)
+      if constexpr (std::is_same_v<T, Bf16>) {
+        TileProduct of(a, lda, static_cast<const Bf16*>(w.data), w.k);
+        return of.run(m, first, last, w.bias, done);
+      }
+#endif
       FullProduct<T> of{w, a, lda};
       each_tile<Tile<T>::rows>(m, first, last, w.bias, of, done);
   }

@@ -131,7 +131,16 @@ void multiply_all(const PlainWeights& plain, const float* a, int m, float* out) 
 
 extern "C" {
 
-BATON_EXPORT int32_t baton_abi() { return 2; }
+BATON_EXPORT int32_t baton_abi() { return 3; }
+
+// Whether the kernel lets this process use the level's registers; must be asked before anything else.
+BATON_EXPORT int32_t baton_granted() {
+#if defined(__AMX_BF16__)
+  return grant_tiles();
+#else
+  return 1;
+#endif
+}
 
 BATON_EXPORT void* baton_llama_new(const BatonLlama* given) {
   return given->dtype == kBfloat16 ? make_llama<Bf16>(*given) : make_llama<float>(*given);

@@ -16,6 +16,7 @@ BATON_INLINE Reg reg_min(Reg a, Reg b) { return _mm256_min_ps(a, b); }
 BATON_INLINE Reg reg_round(Reg a) {
   return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+// 2 ** n of whole n in [-126, 128].
 BATON_INLINE Reg reg_pow2(Reg n) {
   const IntReg biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));

@@ -13,14 +13,16 @@ BATON_INLINE Reg reg_splat(float a) { return _mm512_set1_ps(a); }
 BATON_INLINE Reg reg_fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
 // Of the two the second wherever either is no number: NaN in `b` stays.
 BATON_INLINE Reg reg_max(Reg a, Reg b) { return _mm512_max_ps(a, b); }
-BATON_INLINE Reg reg_min(Reg a, Reg b) { return _mm512_min_ps(a, b); }
 BATON_INLINE Reg reg_round(Reg a) {
   return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// 2 ** n of whole n in [-126, 128].
-BATON_INLINE Reg reg_pow2(Reg n) {
-  const IntReg biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+// What of x an exponential computes with; beyond the ends `reg_scale` and `reg_zero_below` are right.
+BATON_INLINE Reg reg_kept(Reg x, Reg) { return x; }
+// a * 2 ** n of whole n; infinite from 128 on. Right where that is not subnormal.
+BATON_INLINE Reg reg_scale(Reg a, Reg n) {
+  const __mmask16 beyond = _mm512_cmp_ps_mask(n, _mm512_set1_ps(128.0f), _CMP_GE_OQ);
+  return _mm512_mask_mov_ps(_mm512_scalef_ps(a, n), beyond,
+                            _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000)));
 }
 // Zero where x < least, else a.
 BATON_INLINE Reg reg_zero_below(Reg x, Reg least, Reg a) {

@@ -29,6 +29,7 @@ BATON_INLINE Reg reg_round(Reg a) {  // |a| < 2 ** 22 here
   const Reg magic = reg_splat(12582912.0f);
   return (a + magic) - magic;
 }
+// 2 ** n of whole n in [-126, 128].
 BATON_INLINE Reg reg_pow2(Reg n) {
   const IntReg biased = (__builtin_convertvector(n, IntReg) + 127) << 23;
   return reinterpret_cast<Reg>(biased);

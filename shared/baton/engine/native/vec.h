@@ -111,13 +111,19 @@ BATON_INLINE float top(const F16& a) {
 #endif
 }
 
+#if !defined(__AVX512F__)
+// See reg_avx512.h.
+BATON_INLINE Reg reg_kept(Reg x, Reg least) { return reg_min(reg_splat(128.0f), reg_max(least, x)); }
+BATON_INLINE Reg reg_scale(Reg a, Reg n) { return a * reg_pow2(n); }
+#endif
+
 // 2 ** x within 2 units in the last place; exactly 1 at 0; 0 below -126 (nothing is subnormal);
 // infinite above 127.5; NaN stays. The polynomial is a minimax one of 2 ** f on [-0.5, 0.5].
 BATON_INLINE F16 exp2(const F16& x) {
   F16 out;
   BATON_EACH {
     const Reg least = reg_splat(-126.0f);
-    const Reg kept = reg_min(reg_splat(128.0f), reg_max(least, x.r[i]));
+    const Reg kept = reg_kept(x.r[i], least);
     const Reg whole = reg_round(kept);
     const Reg f = kept - whole;
     Reg p = reg_splat(1.535336188319500e-4f);
@@ -127,7 +133,7 @@ BATON_INLINE F16 exp2(const F16& x) {
     p = reg_fma(p, f, reg_splat(2.402264791363012e-1f));
     p = reg_fma(p, f, reg_splat(6.931472028550421e-1f));
     p = reg_fma(p, f, reg_splat(1.0f));
-    out.r[i] = reg_zero_below(x.r[i], least, p * reg_pow2(whole));
+    out.r[i] = reg_zero_below(x.r[i], least, reg_scale(p, whole));
   }
   return out;
 }
