@@ -22,6 +22,8 @@ from baton.ports.ledger import (
     FindOwned,
     LeaseHeld,
     LeaseLost,
+    LeaveRole,
+    Leaving,
     Orphans,
     Owned,
     PlaceRequest,
@@ -50,6 +52,7 @@ from support.ledger_bench import (
 )
 
 S = RequestState
+HOLD = 60_000
 ADMIT = AdmitRequest(spec(), ROUTER)
 PLACE = PlaceRequest("r1", 1, ROUTER, DECODE, PREFILL)
 PREFILLING = AdvanceRequest("r1", 1, S.PREFILLING, PREFILL)
@@ -444,6 +447,38 @@ def test_a_process_is_told_what_live_records_name_it(bench: LedgerBench) -> None
         assert bench.ask(FindOwned(nobody, 10)) == Owned(())
     bench.ask(EndRequest("r1", 1, CANCELLED, GATEWAY))
     assert bench.ask(FindOwned(GATEWAY, 10)) == Owned(("r2", "r3"))
+
+
+def test_one_worker_leaves_its_role_at_a_time(bench: LedgerBench) -> None:
+    """Repeating it changes nothing; when the first is gone the next one may, but not at once where
+    a change is to settle."""
+    acquire(bench, DECODE, DECODE_2, PREFILL, PREFILL_2)
+    assert bench.ask(LeaveRole(DECODE, HOLD, (DECODE_2,))) == Leaving(granted=True)
+    assert bench.ask(LeaveRole(DECODE, HOLD, (DECODE_2,))) == Leaving(granted=True)
+    leave = LeaveRole(PREFILL, HOLD, (PREFILL_2,))
+    assert bench.ask(leave) == Leaving(granted=False, by=DECODE)
+    patient = msgspec.structs.replace(leave, hold_ms=0)
+    assert bench.ask(patient) == Leaving(granted=True), "the first had its time"
+    assert bench.ask(LeaveRole(DECODE, 0, (DECODE_2,))) == Leaving(granted=True)
+    bench.ask(ReleaseLease(DECODE))
+    unsettled = msgspec.structs.replace(leave, settle_ms=60_000)
+    assert bench.ask(unsettled) == Leaving(granted=False, by=DECODE)
+    assert bench.ask(leave) == Leaving(granted=True)
+
+
+def test_the_last_of_its_kind_keeps_its_role(bench: LedgerBench) -> None:
+    """Of two that want to leave at once one stays; who needs nobody in its place may go."""
+    acquire(bench, DECODE, DECODE_2, PREFILL)
+    assert bench.ask(LeaveRole(DECODE, HOLD, (DECODE_2,))) == Leaving(granted=True)
+    bench.ask(ReleaseLease(DECODE))
+    assert bench.ask(LeaveRole(DECODE_2, HOLD, (DECODE,))) == Leaving(granted=False)
+    assert bench.ask(LeaveRole(PREFILL, HOLD)) == Leaving(granted=True)
+
+
+def test_who_holds_no_lease_leaves_no_role(bench: LedgerBench) -> None:
+    """It may have been replaced."""
+    acquire(bench, DECODE_2)
+    assert bench.ask(LeaveRole(DECODE, HOLD, (DECODE_2,))) == Leaving(granted=False)
 
 
 def test_another_epoch_changes_nothing(bench: LedgerBench) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli.supervisor import program
+from baton.core.ids import Role
+
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 ANALYZE = shutil.which("systemd-analyze")
 
@@ -49,6 +52,6 @@ def test_units_say_what_a_worker_needs(role: str) -> None:
         "KillMode=mixed",
         "OOMPolicy=continue",
         "LimitNICE=+0",
-        f"-m baton.{role} --worker-id {role}-%i",
+        f"-m {program(Role(role))} --worker-id {role}-%i",
     ):
         assert line in text

@@ -163,6 +163,7 @@ class Process:
             slo=slo,
             found=found,
             left=left,
+            mixed=slo is not None,
         )
 
     def kill(self) -> None:

@@ -75,7 +75,7 @@ class Router(Playbook):
         status: dict[str, Any] = {"accepting": True, "block_size": SIZE, **f}
         if ROLES[worker] is Role.DECODE:
             status |= {"blocks_total": blocks, "blocks_free": blocks if free is None else free}
-            status = {"writers": (P, P1), **status}
+            status = {"writers": (P, P1), "mixed": not self.machine.split, **status}
         self.hear(worker, WorkerStatus(**status), *expected)
 
     def submit(self, spec: RequestSpec, *expected: object) -> None:

@@ -135,4 +135,4 @@ def _alone(role: str, _: str, worker_id: str, __: str, config_path: str) -> int:
 if __name__ == "__main__":
     if os.environ.get("TEST_ALONE"):
         os._exit(_alone(*sys.argv[1:]))
-    main(Role(sys.argv[1]), _code, sys.argv[2:])
+    main({Role(sys.argv[1]): _code}, sys.argv[2:])

@@ -55,4 +55,18 @@ def test_a_process_without_a_lease_is_starting(capsys: pytest.CaptureFixture[str
     rows = {line.split()[0]: line.split() for line in lines}
     assert rows["decode-0"][-1] == "starting"
     assert rows["ledger"][-1] == "-"
-    assert rows["prefill-0"][1:3] == ["exited", "1"]
+    assert rows["prefill-0"][1:4] == ["prefill", "exited", "1"]
+
+
+def test_the_role_is_what_a_process_does_now(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its name says what it was started as."""
+    one = {**NO_PROCESS, **NOT_REGISTERED, "state": "running", "incarnation": 7, "lease_ms": 900}
+    processes: list[dict[str, Any]] = [
+        {**one, "process": "decode-0", "role": "prefill", "report": {"jobs": 1}},
+        {**one, "process": "decode-1", "role": "decode", "report": {"mixed": True}},
+    ]
+    picture = {"ready": True, "trouble": [], "model": "tiny", "processes": processes}
+    show({**picture, "kernels": {"running": [], "note": ""}}, RECORD)
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines}
+    assert (rows["decode-0"][1], rows["decode-1"][1]) == ("prefill", "mixed")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from baton.core.events import DrainRequested
+from baton.core.events import DrainRequested, PromptsTaken, RoleLeft
 from baton.core.ids import Role
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.decode.io import RunStep
-from baton.ports.driving import Exit
+from baton.ports.driving import EXIT_ROLE, Exit
 from baton.wire.messages import (
     CancelWork,
     DecodeReserved,
@@ -140,3 +140,33 @@ def test_the_drains_end_lets_go_of_what_is_kept() -> None:
     play.stepped((51,))
     assert play.wait(1.1) == [DRAINED]
     assert not play.messages(WorkFailed)
+
+
+def test_a_worker_that_leaves_its_role_asks_for_another_machine() -> None:
+    """As in a drain; a stop that comes meanwhile makes it a stop."""
+    play = Decode()
+    running(play)
+    play.feed(RoleLeft(), sent(R, MoveOffered, request_id="r"))
+    play.hear(R, MOVED)
+    play.stepped((51,))
+    play.hear(R, RELEASED, Exit(EXIT_ROLE, "drained"))
+    play = Decode()
+    running(play)
+    play.feed(RoleLeft(), sent(R, MoveOffered, request_id="r"))
+    play.feed(DrainRequested())
+    play.hear(R, MOVED)
+    play.stepped((51,))
+    play.hear(R, RELEASED, DRAINED)
+
+
+def test_whether_it_takes_prompts_is_told_to_the_routers() -> None:
+    """At once, and nothing else changes."""
+    play = Decode()
+    running(play)
+    play.wait(1.0)
+    play.feed(PromptsTaken(mixed=True))
+    play.wait(0.1)
+    assert play.messages(WorkerStatus, R)[-1].mixed
+    play.feed(PromptsTaken(mixed=False))
+    play.wait(0.1)
+    assert not play.messages(WorkerStatus, R)[-1].mixed

@@ -152,6 +152,7 @@ def _value(name: str, wanted: Any) -> Any:
         "request_id": "r",
         "reason": "internal",
         "message": "text",
+        "role": "decode",
         "spec": msgspec.msgpack.decode(msgspec.msgpack.encode(spec())),
         "outcome": {"ending": "failed"},
         "decode": ["decode-0", 2],

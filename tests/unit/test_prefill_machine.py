@@ -7,12 +7,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
+from baton.core.events import (
+    DrainRequested,
+    LeaseChanged,
+    RestartRequested,
+    RoleLeft,
+    TimePassed,
+)
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Outcome, Reason
-from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, Note, RecordStep, Send
+from baton.ports.driving import EXIT_RESTART, EXIT_ROLE, CallLedger, Exit, Note, RecordStep, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import AdvanceRequest
 from baton.prefill.io import (
@@ -530,6 +536,21 @@ def test_a_restart_is_a_drain_that_asks_for_a_successor() -> None:
     play.assign(spec("b"), sent(R, WorkRefused, reason=Reason.DRAINING))
     play.returned(CHUNK)
     play.returned(sent(D, PrefillCommitted), Exit(EXIT_RESTART, "drained"))
+
+
+def test_leaving_the_role_is_a_drain_that_asks_for_another_machine() -> None:
+    """What runs is finished; a stop that comes meanwhile makes it a stop."""
+    play = Prefill()
+    play.start(spec(tokens=14))
+    play.feed(RoleLeft())
+    play.assign(spec("b"), sent(R, WorkRefused, reason=Reason.DRAINING))
+    play.returned(CHUNK)
+    play.returned(sent(D, PrefillCommitted), Exit(EXIT_ROLE, "drained"))
+    play = Prefill()
+    play.start(spec(tokens=6))
+    play.feed(RoleLeft())
+    play.feed(DrainRequested())
+    play.returned(sent(D, PrefillCommitted), Exit(0, "drained"))
 
 
 @pytest.mark.parametrize("state", ["no ticket", "waiting", "running"])

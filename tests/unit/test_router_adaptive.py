@@ -320,3 +320,12 @@ def test_a_moved_request_needs_no_more_than_it_may_become() -> None:
     play.goes("r", 600, D, P)
     play.hear(D, MoveOffered("r", 1, 2**53))
     assert play.machine.state.entries["r"].tokens == 620
+
+
+def test_a_worker_that_is_not_mixed_computes_a_prompt_only_where_nobody_else_can() -> None:
+    """Also a short one; one that has no prefill worker to write there does."""
+    play = Adaptive((P, D))
+    play.says(D, mixed=False)
+    play.goes("r", 20, D, P)
+    play.says(D, mixed=False, writers=())
+    play.goes("s", 1_000, D, None)

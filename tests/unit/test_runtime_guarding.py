@@ -10,7 +10,7 @@ import pytest
 from baton.core.lifecycles import WorkerState
 from baton.core.limits import Limits
 from baton.core.pauses import PAUSE_MAX_S, STEADY_S
-from baton.ports.driving import Exit, Note
+from baton.ports.driving import EXIT_ROLE, Exit, Note
 from baton.runtime.guarding import (
     COLD_AFTER,
     GRACE_S,
@@ -371,3 +371,28 @@ def test_a_stop_is_stronger_than_a_restart() -> None:
     talk.serve()
     talk.tell(StopAsked(15))
     assert talk.tell(RestartAsked()) == []
+
+
+def test_a_worker_that_leaves_its_role_is_started_again_at_once() -> None:
+    """In the role that is kept for it; as often as somebody says so, it counts as no failure."""
+    talk = Talk()
+    talk.serve()
+    for _ in range(2 * COLD_AFTER):
+        assert talk.tell(WorkerEnded(EXIT_ROLE)) == [StartWorker(yielding=False)]
+        talk.pass_time(0.5, beating=True)
+    assert talk.machine.failures == 0
+
+
+def test_a_stop_that_meets_a_change_of_roles_is_a_stop() -> None:
+    """It had drained already, for the other reason: nobody starts it again."""
+    talk = Talk()
+    talk.serve()
+    talk.tell(StopAsked(signal.SIGTERM))
+    assert talk.tell(WorkerEnded(EXIT_ROLE)) == [Exit(0, "stopped")]
+
+
+def test_a_restart_that_meets_a_change_of_roles_is_both() -> None:
+    """The new guard's worker leaves its role, and its successor is started as any other."""
+    talk = Talk()
+    assert talk.tell(Began(adopts=True)) == [SignalWorker(RESTART)]
+    assert talk.tell(WorkerEnded(EXIT_ROLE)) == [StartWorker(yielding=False)]

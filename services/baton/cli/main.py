@@ -14,6 +14,7 @@ from pathlib import Path
 
 from baton.cli import bench
 from baton.cli.terminal import CommandError, ExitCode, warn
+from baton.core.ids import WorkerRole
 from baton.runtime.config import ConfigError, config_path, load
 from baton.runtime.settings import Config
 
@@ -156,6 +157,12 @@ def _add_single(commands) -> None:  # type: ignore[no-untyped-def]
     start = _add(commands, "start", _start, "start one process that is down")
     start.add_argument("worker", help="decode-0, gateway-1, ...")
     _add_wait(start)
+    role = _add(commands, "role", _role, "have a worker prefill, decode, or both", _ROLE)
+    role.add_argument("worker", help="decode-1, prefill-0, ...")
+    role.add_argument("role", choices=[each.value for each in WorkerRole])
+    role.add_argument(
+        "--wait", type=float, metavar="S", help="most seconds (the drain's limit and 10 s)"
+    )
     restart = _add(
         commands, "restart", _restart, "replace processes without losing a request", _RESTART
     )
@@ -230,6 +237,15 @@ It takes nothing new. A decode worker's sequences move to another decode worker 
 cannot move ends by itself, or fails when [limits] drain_ms is over. A drained process stays down
 until `baton start`. Under systemd: `systemctl stop baton-decode@0`.
 """
+_ROLE = """\
+examples:
+  baton role decode-1 prefill             it gives its streams to other decode workers first
+  baton role decode-1 decode              and back
+  baton role decode-0 mixed               it may also compute prompts (--mode adaptive)
+The worker takes nothing new, gives away or ends what runs ([limits] drain_ms at most), and comes
+back as what it was told to be, with its cores, name and loaded model, until the cluster's next
+start. The last worker that decodes stays one; in split mode the last prefill worker does as well.
+"""
 _RESTART = """\
 examples:
   baton restart decode-0                  its successor takes its memory over
@@ -286,6 +302,12 @@ def _start(config: Config, options: argparse.Namespace) -> int:
     from baton.cli.restart import start
 
     return start(config, options.worker, options.wait)
+
+
+def _role(config: Config, options: argparse.Namespace) -> int:
+    from baton.cli.role import role
+
+    return role(config, options.worker, WorkerRole(options.role), wait_s=options.wait)
 
 
 def _restart(config: Config, options: argparse.Namespace) -> int:

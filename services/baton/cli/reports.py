@@ -1,4 +1,4 @@
-"""Asks the processes of a cluster for their reports, as a peer that takes part in nothing.
+"""Asks the processes of a cluster things, as a peer that takes part in nothing.
 
 Decides how members are found (the ledger's registry, read only) and how long an answer is waited
 for. A process that does not answer is told as silent, never left out.
@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import redis
 
-from baton.core.ids import Member, Peer, Role
+from baton.core.ids import Member, Peer, Role, WorkerRole
 from baton.core.limits import Limits
 from baton.ledger.keys import Keys
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received, TransportEvent
 from baton.transport.host import boot_id, new_incarnation
 from baton.transport.zmq_transport import ZmqTransport
-from baton.wire.messages import ReadReport, Report
+from baton.wire.messages import ChangeRole, ReadReport, Report, RoleAnswered
 
 #: All answers together may take this long.
 WAIT_S = 2.0
@@ -66,21 +66,33 @@ def read_members(url: str, pool: str) -> list[Registered]:
 
 def ask(members: list[Member], kind: str, limits: Limits) -> dict[Peer, Any]:
     """Return each process's report of ``kind``, or a text that says why there is none."""
-    return asyncio.run(_ask(members, kind, limits))
+    answers = asyncio.run(_ask(members, ReadReport(kind=kind, token=1), limits))
+    return {
+        peer: msgspec.json.decode(answer.body) if isinstance(answer, Report) else answer
+        for peer, answer in answers.items()
+    }
 
 
-async def _ask(members: list[Member], kind: str, limits: Limits) -> dict[Peer, Any]:
+def change_role(member: Member, role: WorkerRole, limits: Limits) -> str:
+    """Have a worker take another role; return why it does not, empty if it does."""
+    answer = asyncio.run(_ask([member], ChangeRole(role), limits))[member.peer]
+    return answer.refused if isinstance(answer, RoleAnswered) else str(answer)
+
+
+async def _ask(
+    members: list[Member], question: ReadReport | ChangeRole, limits: Limits
+) -> dict[Peer, Report | RoleAnswered | str]:
     loop = asyncio.get_running_loop()
     finished: asyncio.Future[None] = loop.create_future()
-    answers: dict[Peer, Any] = {}
+    answers: dict[Peer, Report | RoleAnswered | str] = {}
     peers = {member.peer for member in members}
 
     def on_event(event: TransportEvent) -> None:
         match event:
             case PeerUp(member):
-                transport.send(member.peer, ReadReport(kind=kind, token=1))
-            case Received(peer, Report(body=body)):
-                answers.setdefault(peer, msgspec.json.decode(body))
+                transport.send(member.peer, question)
+            case Received(peer, Report() | RoleAnswered() as answer):
+                answers.setdefault(peer, answer)
             case PeerLost(peer, reason):
                 answers.setdefault(peer, f"silent: {reason}")
             case PeerRefused(worker_id, text):

@@ -1,36 +1,25 @@
 """`baton drain`, `baton start` and `baton restart`: single processes of a running cluster.
 
-Decides what is asked of whom and how long an answer is waited for; what a restart of all consists
-of is decided in `baton.cli.rolling`. Draining is SIGTERM: a process takes nothing new, gives away
+Decides what is asked of whom; what a restart of all consists of is decided in `baton.cli.rolling`.
+Draining is SIGTERM: a process takes nothing new, gives away
 or ends what runs, and exits 0. A restart is SIGUSR2: the process ends where its successor goes on.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from baton.cli.client import no_cluster
-from baton.cli.cluster import Cluster
-from baton.cli.record import ClusterRecord
-from baton.cli.rolling import LAST_MEANS, Step, is_up, others_up, plan, strangers, unmet
-from baton.cli.status import gather, work
-from baton.cli.supervisor import LEDGER, Supervisor, spare
-from baton.cli.terminal import CommandError, ExitCode, say, warn
-from baton.core.ids import Role
+from baton.cli.rolling import LAST_MEANS, is_up, others_up, plan, strangers
+from baton.cli.running import Running
+from baton.cli.supervisor import LEDGER, spare
+from baton.cli.terminal import CommandError, ExitCode, say
 from baton.runtime.settings import Config
-
-_LOOK_S = 0.2
-#: Supervisor's kill comes after the drain's limit; beyond that something is wrong.
-_DRAIN_MARGIN_S = 10.0
 
 
 def drain(config: Config, worker: str, *, wait_s: float | None, force: bool) -> int:
     """Have one process end in order and stay down."""
-    found = _Running(config)
+    found = Running(config)
     row = found.row(worker)
     if row["role"] == LEDGER:
         raise CommandError(
@@ -50,7 +39,7 @@ def drain(config: Config, worker: str, *, wait_s: float | None, force: bool) -> 
 
 def start(config: Config, worker: str, wait_s: float) -> int:
     """Start a process that is down, and wait until the others have met it."""
-    found = _Running(config)
+    found = Running(config)
     row = found.row(worker)
     if row["state"] in ("running", "starting"):
         say(f"{worker} runs already (pid {row['pid']})")
@@ -66,7 +55,7 @@ def restart(config: Config, workers: Sequence[str], *, rolling: bool, wait_s: fl
         raise CommandError(
             "name the processes to restart, or say --rolling for all of them", ExitCode.USAGE
         )
-    found = _Running(config)
+    found = Running(config)
     for worker in workers:
         found.row(worker)
     if others := strangers(found.rows):
@@ -91,141 +80,3 @@ def restart(config: Config, workers: Sequence[str], *, rolling: bool, wait_s: fl
 
 
 _DONE = {"start": "started", "restart": "restarted", "end": "ended"}
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Says what is waited for, once each time it changes."""
-
-    told: str = ""
-
-    def tell(self, line: str) -> None:
-        if line != self.told:
-            say(f"  {line}")
-            self.told = line
-
-
-class _Running:
-    """A running cluster, looked at as `baton status` does."""
-
-    def __init__(self, config: Config) -> None:
-        self._cluster = Cluster(config, os.environ, warn)
-        record = self._cluster.running()
-        if record is None:
-            raise no_cluster()
-        self._record: ClusterRecord = record
-        self.settings = self._cluster.started_with()
-        self._supervisor = Supervisor(self._cluster.run_dir)
-        self.picture: dict[str, Any] = {}
-        self.rows: list[dict[str, Any]] = []
-        self.look()
-
-    def look(self) -> None:
-        """Ask everybody again."""
-        self.picture = gather(self._cluster, self._record, self.settings)
-        self.rows = self.picture["processes"]
-        if (name := spare(self.settings)) and name not in {row["process"] for row in self.rows}:
-            self.rows.append({"process": name, "role": Role.GATEWAY.value, "state": "stopped"})
-
-    def row(self, worker: str) -> dict[str, Any]:
-        """Return the row of one process of this cluster's supervisor.
-
-        Raises:
-            CommandError: there is none.
-        """
-        mine = {row["process"]: row for row in self.rows if row["state"] != "elsewhere"}
-        if worker not in mine:
-            raise CommandError(
-                f"there is no {worker} here; there are {', '.join(mine)}", ExitCode.USAGE
-            )
-        return mine[worker]
-
-    # --- what is done ---------------------------------------------------------------------------
-
-    def carry_out(self, step: Step, wait_s: float) -> None:
-        """Do one step of a plan, and wait until the cluster is whole again."""
-        match step.action:
-            case "start":
-                self.start(step.worker, wait_s)
-            case "end":
-                self._supervisor.signal(step.worker, "USR2")
-                patience = self.settings.limits.restart_ms / 1000 + wait_s
-                self._wait(lambda: self._ended(step.worker), patience, step.worker, "still drains")
-            case "restart":
-                self._replace(step.worker, wait_s)
-
-    def drain(self, worker: str, wait_s: float | None) -> None:
-        """Tell it to end, and wait for that."""
-        if wait_s is None:
-            wait_s = self.settings.limits.drain_ms / 1000 + _DRAIN_MARGIN_S
-        self._supervisor.stop(lambda name: name == worker)
-        self._wait(lambda: self._ended(worker), wait_s, worker, "still drains")
-        code = self.row(worker).get("exit_code")
-        if code:
-            raise CommandError(
-                f"{worker} ended with {code}: {self._cluster.last_words(f'{worker}.log')}"
-            )
-
-    def start(self, worker: str, wait_s: float) -> None:
-        """Start it and wait until it is of use."""
-        before = self._incarnation(worker)
-        self._supervisor.start(worker)
-        self._wait(lambda: self._serves(worker, before), wait_s, worker, "is not ready")
-
-    def _replace(self, worker: str, wait_s: float) -> None:
-        before = self._incarnation(worker)
-        if worker == LEDGER:
-            self.drain(worker, wait_s)
-            self.start(worker, wait_s)
-            return
-        self._supervisor.signal(worker, "USR2")
-        # A gateway ends when its last answer has, within a limit.
-        patience = wait_s
-        if self.row(worker)["role"] == Role.GATEWAY:
-            patience += self.settings.limits.restart_ms / 1000
-        self._wait(lambda: self._serves(worker, before), patience, worker, "is not ready")
-
-    # --- what is waited for -----------------------------------------------------------------------
-
-    def _wait(self, seen: Callable[[], bool], wait_s: float, worker: str, late: str) -> None:
-        progress = _Progress()
-        deadline = time.monotonic() + wait_s
-        while True:
-            self.look()
-            if seen():
-                return
-            waits_for = self._words(worker)
-            if time.monotonic() >= deadline:
-                raise CommandError(
-                    f"{worker} {late} after {wait_s:.0f} s ({waits_for}); nothing else was "
-                    f"touched; see `baton status` and `baton logs {worker}`",
-                    ExitCode.TEMPORARY,
-                )
-            progress.tell(waits_for)
-            time.sleep(_LOOK_S)
-
-    def _words(self, worker: str) -> str:
-        row = self.row(worker)
-        report = row["report"]
-        if report is not None:
-            words = [f"{worker} {row['state']}: {work(report)}", *unmet(self.rows)[:3]]
-            return "; ".join(words)
-        return f"{worker} {row['state']}"
-
-    def _ended(self, worker: str) -> bool:
-        return self.row(worker)["state"] in ("stopped", "exited", "fatal")
-
-    def _incarnation(self, worker: str) -> object:
-        return self.row(worker).get("incarnation")
-
-    def _serves(self, worker: str, before: object) -> bool:
-        row = self.row(worker)
-        if worker == LEDGER:
-            return is_up(row) and self._is_well()
-        renewed = is_up(row) and row["incarnation"] != before
-        ready = bool((row["report"] or {}).get("ready"))
-        return renewed and ready and self._is_well()
-
-    def _is_well(self) -> bool:
-        """Whether everybody serves and has met everybody."""
-        return self.picture["ready"] and not self.picture["trouble"] and not unmet(self.rows)

@@ -83,7 +83,9 @@ def unmet(rows: Sequence[Row]) -> list[str]:
     """Return, in words, which running processes have not met each other yet."""
     up = [row for row in rows if is_up(row) and row["role"] != LEDGER]
     missing = [f"{row['process']} does not answer" for row in up if not row["report"]]
-    known = {row["process"]: _knows(row) for row in up if row["report"]}
+    names = {f"{row['process']}/{row['incarnation']}": row["role"] for row in up}
+    prefills = {name for name, role in names.items() if role == Role.PREFILL}
+    known = {row["process"]: _knows(row, prefills) for row in up if row["report"]}
     for row in up:
         name = f"{row['process']}/{row['incarnation']}"
         missing += [
@@ -104,8 +106,8 @@ _MUST_KNOW: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _knows(row: Row) -> set[str]:
-    """Return the peers with which it can work now."""
+def _knows(row: Row, prefills: set[str]) -> set[str]:
+    """Return the peers with which it can work now; ``prefills`` are all prefill workers."""
     report = row["report"]
     if row["role"] == Role.ROUTER:
         accepting = {name for name, status in report["workers"].items() if status["accepting"]}
@@ -113,8 +115,7 @@ def _knows(row: Row) -> set[str]:
     peers = set(report["peers"])
     if row["role"] == Role.DECODE:
         # A prefill worker that has not mapped this arena gets no ticket.
-        writers = set(report["writers"])
-        return {peer for peer in peers if not peer.startswith("prefill-")} | writers
+        return (peers - prefills) | set(report["writers"])
     return peers
 
 

@@ -20,13 +20,14 @@ from baton.cli.record import ClusterRecord
 from baton.cli.reports import LedgerSilent, Registered, ask, read_members
 from baton.cli.supervisor import LEDGER, Supervisor, spare
 from baton.cli.terminal import ExitCode, say, table, warn
-from baton.core.ids import Role
+from baton.core.ids import Role, WorkerRole
 from baton.engine.info import ModelNotPrepared, read_info
 from baton.runtime.dirs import cache_dir, ledger_url
 from baton.runtime.model import kernel_choice
+from baton.runtime.roles import kept_role
 from baton.runtime.settings import Config
 
-COLUMNS = ("process", "state", "pid", "incarnation", "lease ms", "step", "blocks", "work")
+COLUMNS = ("process", "role", "state", "pid", "incarnation", "lease ms", "step", "blocks", "work")
 
 # Every row has the same keys, so that scripts that read the JSON need not ask which are there.
 NO_PROCESS = {"state": "elsewhere", "pid": None, "guard": None, "exit_code": None, "up_s": None}
@@ -64,7 +65,9 @@ def gather(cluster: Cluster, found: ClusterRecord, config: Config) -> dict[str, 
         "kernels": _kernels(found, config, registered),
         "cluster": msgspec.to_builtins(found),
         "run_dir": str(cluster.run_dir),
-        "processes": _merge(_supervised(cluster, spare(config)), registered, reports),
+        "processes": _merge(
+            _supervised(cluster, spare(config)), registered, reports, cluster.run_dir
+        ),
     }
 
 
@@ -115,6 +118,7 @@ def _merge(
     supervised: Mapping[str, Mapping[str, Any]],
     registered: list[Registered],
     reports: Mapping[Any, Any],
+    run_dir: Path,
 ) -> list[dict[str, Any]]:
     rows = []
     for one in registered:
@@ -134,7 +138,8 @@ def _merge(
     known = {row["process"] for row in rows}
     for name, process in supervised.items():
         if name not in known:
-            role = LEDGER if name == LEDGER else name.rpartition("-")[0]
+            kept = kept_role(run_dir, name)
+            role = kept.process.value if kept else name.rpartition("-")[0] or name
             rows.append({**process, "process": name, "role": role, **NOT_REGISTERED})
     return sorted(rows, key=lambda row: str(row["process"]))
 
@@ -162,6 +167,7 @@ def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
         state = f"{state} {row['exit_code']}"
     return (
         row["process"],
+        role_of(row),
         state,
         row["pid"] or "-",
         row["incarnation"] or "-",
@@ -170,6 +176,11 @@ def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
         blocks(report),
         row["silent"] or _work_of(row, report),
     )
+
+
+def role_of(row: Mapping[str, Any]) -> str:
+    """Return what a process does now; its name says what it was started as."""
+    return WorkerRole.MIXED if (row["report"] or {}).get("mixed") else row["role"]
 
 
 def _work_of(row: Mapping[str, Any], report: Mapping[str, Any]) -> str:

@@ -121,9 +121,15 @@ def render(config: Config) -> str:
 
 def _command(role: Role, worker_id: str) -> str:
     return (
-        f"%(ENV_SV_PYTHON)s -m baton.{role.value} "
-        f"--worker-id {worker_id} --config %(ENV_SV_SETTINGS)s"
+        f"%(ENV_SV_PYTHON)s -m {program(role)} --worker-id {worker_id} --config %(ENV_SV_SETTINGS)s"
     )
+
+
+def program(role: Role) -> str:
+    """Return the module that a process is started with, and what it needs to know which it is."""
+    if role in (Role.PREFILL, Role.DECODE):
+        return f"baton.worker --role {role.value}"
+    return f"baton.{role.value}"
 
 
 def _shares_socket(config: Config) -> bool:

@@ -14,7 +14,14 @@ from typing import assert_never
 
 from baton.core.beacon import Beacon
 from baton.core.blocks import BlockPool
-from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
+from baton.core.events import (
+    DrainRequested,
+    LeaseChanged,
+    PromptsTaken,
+    RestartRequested,
+    RoleLeft,
+    TimePassed,
+)
 from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
@@ -39,7 +46,7 @@ from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
 from baton.decode.takeover import TakenOver
 from baton.decode.view import View
-from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, LedgerAnswered
+from baton.ports.driving import EXIT_RESTART, EXIT_ROLE, CallLedger, Exit, LedgerAnswered
 from baton.ports.ledger import AdvanceRequest, EndRequest, Unavailable
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.wire.holdings import Holdings
@@ -69,6 +76,8 @@ Event = (
     TimePassed
     | LeaseChanged
     | DrainRequested
+    | RoleLeft
+    | PromptsTaken
     | RestartRequested
     | PeerUp
     | PeerLost
@@ -90,7 +99,8 @@ class DecodeMachine:
 
     ``found`` is what it has of the arena, if that was taken over; else all of it is free. ``left``
     is the step that the incarnation before it left. With an ``slo`` a chunk of a prompt beside
-    running sequences is as long as their steps may take.
+    running sequences is as long as their steps may take. ``mixed``: routers may have it compute
+    prompts that a prefill worker could.
     """
 
     def __init__(
@@ -106,10 +116,11 @@ class DecodeMachine:
         slo: Slo | None = None,
         found: TakenOver | None = None,
         left: LastStep | None = None,
+        mixed: bool = False,
     ) -> None:
         pool = BlockPool(blocks_total) if found is None else found.pool
         assert pool.total == blocks_total
-        self.state = State(me, limits, pool, arena, block_size, block_bytes, root)
+        self.state = State(me, limits, pool, arena, block_size, block_bytes, root, mixed=mixed)
         self.handover = Handover(self.state, {} if found is None else found.quarantined)
         self.scheduler = Scheduler(self.state, self.handover, slo)
         self.imports = Imports(self.state)
@@ -120,6 +131,8 @@ class DecodeMachine:
         self.departure = Departure(self.state)
         self.left = left
         self.exited = False
+        self.exit_code = 0
+        """Of the end of a drain."""
         self.leaving = False
         """A successor takes the memory over."""
         self.arrivals = 0
@@ -187,7 +200,13 @@ class DecodeMachine:
                 self.state.lease = state
                 self.beacon.forget()
             case DrainRequested():
+                self.exit_code = 0
                 self._drain(now)
+            case RoleLeft():
+                self.exit_code = EXIT_ROLE
+                self._drain(now)
+            case PromptsTaken(mixed):
+                self.state.mixed = mixed
             case RestartRequested():
                 self._leave()
             case LedgerAnswered(op, reply):
@@ -587,7 +606,7 @@ class DecodeMachine:
         self.state.note("leaving", sequences=len(self.state.sequences))
 
     def _exit_drained(self) -> None:
-        self._exit(0, "drained")
+        self._exit(self.exit_code, "drained")
 
     def _exit(self, code: int, reason: str) -> None:
         if not self.exited:

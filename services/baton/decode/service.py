@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from baton.channel.arena import SharedArena
 from baton.channel.sources import ShmSources
+from baton.core.ids import WorkerRole
 from baton.core.prefix import chain_root
 from baton.decode.io import ImportBlocks, MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
 from baton.decode.machine import DecodeMachine
@@ -51,6 +52,7 @@ def build(context: Context) -> Service:
         slo=config.adaptive_slo(),
         found=found,
         left=record.left,
+        mixed=context.worker_role is WorkerRole.MIXED,
     )
     steps = EngineThread(context.feed, context.crash, context.clock)
     checks = EngineThread(context.feed, context.crash, context.clock, name="verify")

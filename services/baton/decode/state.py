@@ -31,6 +31,8 @@ class State:
     block_size: int
     block_bytes: int
     root: bytes
+    mixed: bool = False
+    """It computes prompts itself also where a prefill worker could."""
     sequences: dict[str, Sequence] = field(default_factory=dict)
     peers: dict[Peer, Member] = field(default_factory=dict)
     commands: list[object] = field(default_factory=list)

@@ -31,7 +31,7 @@ class View:
         stages = self._stages()
         waiting = sum(map(stages.count, _WAITING))
         writers = tuple(sorted(self.handover.writers))
-        return self._accepting(), writers, waiting, stages.count(Stage.RUNNING)
+        return self._accepting(), self.state.mixed, writers, waiting, stages.count(Stage.RUNNING)
 
     def _accepting(self) -> bool:
         return not self.state.draining and self.state.lease is LeaseState.HELD
@@ -58,6 +58,7 @@ class View:
             context_tokens=sum(s.length for s in sequences if s.stage is Stage.RUNNING),
             growth_blocks=figures.growth_blocks(sequences, limits.growth_tokens),
             handover_us=round(figures.handover_s.value * 1e6),
+            mixed=self.state.mixed,
         )
 
     def gauges(self) -> Mapping[str, float]:
@@ -78,6 +79,7 @@ class View:
         return {
             "lease": self.state.lease.value,
             "draining": self.state.draining,
+            "mixed": self.state.mixed,
             "blocks": {state.name.lower(): n for state, n in counts.items()},
             "sequences": {stage.value: stages.count(stage) for stage in Stage},
             "tickets": len(self.handover.tickets),

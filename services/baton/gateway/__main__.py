@@ -15,4 +15,4 @@ def _code() -> ServiceCode:
 
 
 if __name__ == "__main__":
-    main(Role.GATEWAY, _code)
+    main({Role.GATEWAY: _code})

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from baton.core.beacon import Beacon
-from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
+from baton.core.events import (
+    DrainRequested,
+    LeaseChanged,
+    RestartRequested,
+    RoleLeft,
+    TimePassed,
+)
 from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
@@ -19,6 +25,7 @@ from baton.core.outcomes import Reason
 from baton.core.step_times import StepTimes, pairs_of
 from baton.ports.driving import (
     EXIT_RESTART,
+    EXIT_ROLE,
     CallLedger,
     Exit,
     LedgerAnswered,
@@ -70,6 +77,7 @@ Event = (
     TimePassed
     | LeaseChanged
     | DrainRequested
+    | RoleLeft
     | RestartRequested
     | PeerUp
     | PeerLost
@@ -195,9 +203,13 @@ class PrefillMachine:
                 self.lease = state
                 self.beacon.forget()
             case DrainRequested():
+                self.exit_code = 0
                 self._drain(now)
             case RestartRequested():
                 self.exit_code = EXIT_RESTART
+                self._drain(now)
+            case RoleLeft():
+                self.exit_code = EXIT_ROLE
                 self._drain(now)
             case LedgerAnswered() | PeerRefused():
                 pass  # nothing here rests on the answer; the shell counts and logs both

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from baton.channel import files
 from baton.channel.shm import ShmChannel
 from baton.core.prefix import chain_root
 from baton.ports.driving import RecordStep
@@ -22,14 +25,20 @@ def build(context: Context) -> Service:
 
     Raises:
         StartFailed: the model is not prepared.
+        ArenaInUse: a former incarnation, which decoded, still has its arena.
     """
+    config = context.config
+    # This worker may have been a decode worker, and have died as one: nobody takes it over now.
+    former = files.arena_path(Path(config.arena.dir), config.cluster.name, context.me.worker_id)
+    if files.remove_unowned(former):
+        context.log.info("arena_given_up", path=str(former))
     engine, model = take_engine(context)
     channel = ShmChannel(model.layout, model.compat)
     worker = ChunkWorker(engine, channel, context.me, context.clock)
     record = open_step_record(context)
     machine = PrefillMachine(
         context.me,
-        context.config.limits,
+        config.limits,
         block_size=model.layout.block_size,
         root=chain_root(repr(model.compat)),
         left=record.left,

@@ -15,4 +15,4 @@ def _code() -> ServiceCode:
 
 
 if __name__ == "__main__":
-    main(Role.ROUTER, _code)
+    main({Role.ROUTER: _code})

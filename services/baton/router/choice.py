@@ -86,14 +86,15 @@ class Choice:
 
     def _ways(self, view: WorkerView, need: Need, prefills: list[WorkerView]) -> Iterable[Estimate]:
         curve, ahead = self.curve(view), self.limits.prefill_ahead_max
-        yield self.estimator.local(view, curve, need, ahead)
-        for prefill in prefills:
-            if prefill.peer in view.status.writers:
-                yield self.estimator.remote(
-                    view,
-                    prefill,
-                    (curve, self.curve(prefill)),
-                    need,
-                    ahead=ahead,
-                    promised=self.promised.get(prefill.peer, 0),
-                )
+        writers = [prefill for prefill in prefills if prefill.peer in view.status.writers]
+        if view.status.mixed or not writers:
+            yield self.estimator.local(view, curve, need, ahead)
+        for prefill in writers:
+            yield self.estimator.remote(
+                view,
+                prefill,
+                (curve, self.curve(prefill)),
+                need,
+                ahead=ahead,
+                promised=self.promised.get(prefill.peer, 0),
+            )

@@ -25,5 +25,18 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleLeft:
+    """Another machine takes this one's place in the worker: as :class:`DrainRequested`, and end
+    with ``EXIT_ROLE``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsTaken:
+    """A decode worker computes prompts itself from now on where that is better, or no longer."""
+
+    mixed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RestartRequested:
     """SIGUSR2: a successor starts as soon as this process has ended. End where it can go on."""

@@ -27,6 +27,21 @@ class Role(StrEnum):
     CLI = "cli"
 
 
+class WorkerRole(StrEnum):
+    """What a worker that computes is there for; it can be told another one while it serves."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    """It computes a prompt only where no prefill worker does."""
+    MIXED = "mixed"
+    """It decodes, and computes prompts itself where that is the better way."""
+
+    @property
+    def process(self) -> Role:
+        """Which machine does it."""
+        return Role.PREFILL if self is WorkerRole.PREFILL else Role.DECODE
+
+
 class Peer(msgspec.Struct, frozen=True, array_like=True, order=True):
     """One run of one process: its stable name and its incarnation."""
 

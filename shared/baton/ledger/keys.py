@@ -13,6 +13,8 @@ key                   type   holds
 ``…:members``         hash   ``<peer>`` -> the Member as it announced itself (msgpack)
 ``…:seat:<worker>``   string newest incarnation, then the ones it replaced, newest first. Lives an
                              hour longer than the last lease of that name
+``…:leaving``         hash   ``peer`` that left its role last, and when, ``at``. Expires after an
+                             hour
 ``…:request:<id>``    hash   one request, see below. Expires ``terminal_ttl_ms`` after its end, or
                              that long after its deadline if nobody ended it
 ``…:resumable:<id>``  hash   one resumable request of a client, see below. Expires with its life, or
@@ -52,6 +54,7 @@ class Keys:
         self.leases = f"{self._prefix}:leases"
         self.members = f"{self._prefix}:members"
         self.owners = f"{self._prefix}:owners"
+        self.leaving = f"{self._prefix}:leaving"
 
     def seat(self, worker_id: str) -> str:
         return f"{self._prefix}:seat:{worker_id}"

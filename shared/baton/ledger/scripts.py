@@ -39,6 +39,8 @@ from baton.ports.ledger import (
     FindOwned,
     LeaseHeld,
     LeaseLost,
+    LeaveRole,
+    Leaving,
     OpenResumable,
     Orphans,
     Owned,
@@ -59,6 +61,8 @@ from baton.wire.messages import RequestSpec
 #: A replaced incarnation that was frozen must find its seat taken when it thaws.
 SEAT_TTL_MS = 3_600_000
 SEAT_INCARNATIONS_MAX = 8
+#: Longer than anybody lets a change of roles settle.
+LEAVING_TTL_MS = 3_600_000
 
 _SCRIPTS: tuple[tuple[type[AnyOp], str, str], ...] = (
     (AcquireLease, "lease_prelude", "acquire_lease"),
@@ -66,6 +70,7 @@ _SCRIPTS: tuple[tuple[type[AnyOp], str, str], ...] = (
     (ReleaseLease, "lease_prelude", "release_lease"),
     (FindOrphans, "lease_prelude", "find_orphans"),
     (FindOwned, "", "find_owned"),
+    (LeaveRole, "", "leave_role"),
     (AdmitRequest, "request_prelude", "admit_request"),
     (AdoptRequest, "request_prelude", "adopt_request"),
     (PlaceRequest, "request_prelude", "place_request"),
@@ -139,6 +144,9 @@ class Scribe:
                 return self._lease(peer, ttl_ms, (count_max,))
             case FindOwned(peer=peer, count_max=count_max):
                 return (self.keys.owners,), (str(peer), count_max)
+            case LeaveRole(peer=peer, others=others):
+                own = (str(peer), op.hold_ms, op.settle_ms, LEAVING_TTL_MS)
+                return (self.keys.leases, self.keys.leaving), (*own, *map(str, others))
             case AdmitRequest(spec=spec, router=router):
                 own = (str(router), str(spec.gateway), _encode(spec), self._backstop_ms(spec))
                 return self._request(op, spec.request_id, 1, "", own)
@@ -246,6 +254,8 @@ def _read(reply: RespReply) -> Reply:
             return Orphans(tuple(_text(each) for each in found))
         case [b"owned", *found]:
             return Owned(tuple(_text(each) for each in found))
+        case [b"leaving", int(granted), by]:
+            return Leaving(bool(granted), _peer(by))
         case [b"conflict"]:
             return Conflict(0, None)
         case [b"conflict", int(epoch), state, bytes(outcome), int(turn)]:

@@ -69,6 +69,8 @@ class Measure:
 
 #: Exit code that asks whoever supervises for a successor.
 EXIT_RESTART = 75
+#: Exit code that asks the guard for a successor in the role that is kept for this worker.
+EXIT_ROLE = 79
 
 
 @dataclass(frozen=True, slots=True)

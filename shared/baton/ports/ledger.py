@@ -76,6 +76,18 @@ class FindOwned(Op, frozen=True):
     count_max: int
 
 
+class LeaveRole(Op, frozen=True):
+    """``peer`` gives its role up for another one: one worker of a pool at a time (who was granted
+    that has ``hold_ms`` to be gone), and only if one of ``others``, which do the same, holds a
+    lease (nobody named: none is needed). Where another has done so less than ``settle_ms`` ago it
+    is refused as well. Answered with :class:`Leaving`."""
+
+    peer: Peer
+    hold_ms: int
+    others: tuple[Peer, ...] = ()
+    settle_ms: int = 0
+
+
 class AdmitRequest(Op, frozen=True):
     """RECEIVED -> ADMITTED at epoch 1, or the record that is there (create-or-return).
 
@@ -276,6 +288,7 @@ AnyOp = (
     | ReleaseLease
     | FindOrphans
     | FindOwned
+    | LeaveRole
     | RequestOp
     | OpenResumable
     | ClaimResumable
@@ -315,6 +328,15 @@ class Owned:
     """Live requests whose record names the process that asks."""
 
     request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Whether the caller may leave its role."""
+
+    granted: bool
+    by: Peer | None = None
+    """Refused: who leaves its own, or has a short time ago; ``None``: no other is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +420,7 @@ class Conflict:
     """Of its router: who has a lower one has lost the request to another router or gateway."""
 
 
-LeaseReply = LeaseHeld | LeaseLost | Orphans | Owned
+LeaseReply = LeaseHeld | LeaseLost | Orphans | Owned | Leaving
 Reply = LeaseReply | Done | Adopted | Conflict | Resumable | Repeated | Denied
 
 

@@ -16,7 +16,7 @@ from typing import Literal, assert_never
 from baton.core.lifecycles import WORKER_MOVES, WorkerState, become
 from baton.core.limits import Limits
 from baton.core.pauses import FINAL_CODES, STEADY_S, pause_s
-from baton.ports.driving import Exit, Note
+from baton.ports.driving import EXIT_ROLE, Exit, Note
 from baton.runtime.service import EX_AGAIN, EX_OK
 from baton.runtime.starvation import Starvation, ThreadLook
 
@@ -311,9 +311,13 @@ class GuardMachine:
         if self._orphaned:
             self._end(EX_AGAIN, "the process that started this one is gone", do)
         elif self._stop_asked:
+            code = EX_OK if code == EXIT_ROLE else code  # it had drained for another reason
             self._end(code if code >= 0 else 128 - code, "stopped", do)
         elif code in FINAL_CODES:
             self._end(code, "its worker is not to be started again", do)
+        elif code == EXIT_ROLE:
+            do(Note("worker_changes_role"))
+            self._start(now, do, yielding=False)
         elif self._replacing and code == EX_AGAIN:
             do(Note("worker_replaced"))
             self._start(now, do, yielding=False)

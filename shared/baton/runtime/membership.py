@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.core.events import LeaseChanged
-from baton.core.ids import Member, Peer
+from baton.core.events import LeaseChanged, PromptsTaken, RoleLeft
+from baton.core.ids import Member, Peer, Role
 from baton.core.lifecycles import LeaseState
 from baton.ports.lease import MembersChanged, Replaced
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received, TransportEvent
 from baton.runtime.catalogue import DROPPED
 from baton.runtime.members import LinkWatch, to_dial
 from baton.runtime.metrics import Metrics
+from baton.runtime.role_change import RoleChange
 from baton.runtime.service import EX_AGAIN, EX_CONFIG, Context
-from baton.wire.messages import ReadReport, Report
+from baton.wire.messages import ChangeRole, ReadReport, Report, RoleAnswered
 
 #: Ends of links that are nobody's trouble.
 _IN_ORDER = frozenset({"goodbye", "replaced"})
@@ -31,11 +32,15 @@ class Membership:
         context: Context,
         report: Callable[[str], bytes],
         held: Callable[[], None],
+        busy: Callable[[], str],
+        become: Callable[[PromptsTaken | RoleLeft], None],
     ) -> None:
-        """``report`` makes the body of a report; ``held`` is called when the lease is held."""
+        """``report`` makes the body of a report; ``held`` is called when the lease is held;
+        ``busy`` and ``become`` are :class:`RoleChange`'s."""
         self.lease = LeaseState.VACANT
         self._context = context
         self._report = report
+        self.roles = RoleChange(context, self._others, busy, become)
         self._held = held
         self._members: tuple[Member, ...] = ()
         self._links = LinkWatch(context.me, context.role)
@@ -51,12 +56,16 @@ class Membership:
         }
 
     def on_transport(self, event: TransportEvent) -> None:
-        """Answer a report; note a link's begin and end; everything else is the machine's."""
+        """Answer a report, have the role changed, note a link's begin and end; everything else is
+        the machine's."""
         context = self._context
         match event:
             case Received(peer, ReadReport(kind=kind, token=token)):
                 body = self._report(kind)
                 context.transport.send(peer, Report(kind=kind, token=token, body=body))
+                return
+            case Received(peer, ChangeRole() as question):
+                self.roles.ask(question, lambda refused: self._tell_role(peer, question, refused))
                 return
             case PeerUp(member):
                 self._links.up(member.peer)
@@ -75,6 +84,16 @@ class Membership:
             case Received():
                 pass
         context.feed(event)
+
+    def _tell_role(self, peer: Peer, question: ChangeRole, refused: str) -> None:
+        log, wanted = self._context.log, question.role
+        log.info("role_wanted", wanted=wanted, by=peer, refused=refused or None)
+        self._context.transport.send(peer, RoleAnswered(question.role, refused))
+
+    def _others(self, role: Role) -> tuple[Peer, ...]:
+        """Who else of that role holds a lease."""
+        me = self._context.me
+        return tuple(each.peer for each in self._members if each.role is role and each.peer != me)
 
     def look_around(self) -> None:
         """Dial again whoever is not linked; end the process if it stays cut off all the same."""

@@ -1,4 +1,4 @@
-"""Where a Baton process begins: ``python -m baton.<role> --worker-id ID [--config FILE]``.
+"""Where a Baton process begins: ``python -m baton.<package> --worker-id ID [--config FILE]``.
 
 Decides what comes before everything else: the parent is watched, threads are set, and only then is
 anything heavy imported. So this module imports next to nothing, and a service's ``__main__`` hands
@@ -14,12 +14,12 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from baton.core.ids import Role
+from baton.core.ids import Role, WorkerRole
 from baton.runtime.parent import Parent, watch_parent
 from baton.runtime.prctl import set_name
 
@@ -33,11 +33,14 @@ _STOPS = (signal.SIGTERM, signal.SIGINT)
 _WORKER_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 
 
-def main(
-    role: Role, load: Callable[[], ServiceCode], argv: Sequence[str] | None = None
-) -> NoReturn:
-    """Run the guard of the service whose code ``load`` imports; exit with the guard's code."""
-    arguments = _arguments(role, argv)
+Load = Callable[[], "ServiceCode"]
+"""Imports the code of a service."""
+
+
+def main(loads: Mapping[Role, Load], argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the guard of a process that does the work of one of these roles, and of another one when
+    it is told so; exit with the guard's code."""
+    arguments = _arguments(loads, argv)
     if not arguments.adopt:
         # Until a worker runs there is nothing to put in order.
         for number in _STOPS:
@@ -47,22 +50,21 @@ def main(
     set_name(f"guard {arguments.worker_id}")
     faulthandler.enable()
     os.umask(0o077)
-    code = _guard(role, arguments, parent, load)
+    code = _guard(arguments, parent, loads)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _guard(
-    role: Role, arguments: argparse.Namespace, parent: Parent, load: Callable[[], ServiceCode]
-) -> int:
+def _guard(arguments: argparse.Namespace, parent: Parent, loads: Mapping[Role, Load]) -> int:
     """Read the settings, load what is heavy, guard; return the exit code."""
     from baton.runtime import config as configuration
-    from baton.runtime import cores
+    from baton.runtime import cores, dirs, roles
     from baton.runtime.guarding import YIELD_S, GuardMachine
     from baton.runtime.yielding import Yielding
 
     worker_id: str = arguments.worker_id
+    role = Role(arguments.role)
     usable = os.sched_getaffinity(0)
     try:
         path = configuration.config_path(arguments.config, os.environ)
@@ -82,6 +84,7 @@ def _guard(
     from baton.runtime.clock import BootClock
     from baton.runtime.guard import Adopted, Guard
     from baton.runtime.notify import Notifier
+    from baton.runtime.service import EX_AGAIN, EX_CONFIG
     from baton.runtime.shell import LOADING_S, stop_s
 
     notifier = Notifier()
@@ -89,23 +92,35 @@ def _guard(
     log = logs.configure(
         config.cluster.log_level, bound={"worker": worker_id, "role": role.value, "part": "guard"}
     )
-    service = load()
+    services = {role: load() for role, load in loads.items()}
     try:
-        preloaded = service.preload(config, log)
+        # All that one process can be is made of the same.
+        preloaded = services[role].preload(config, log)
+        kept_in = dirs.run_dir(config)
     except configuration.ConfigError as error:
         return _refuse(worker_id, error)
 
     def work(pulse: Pulse, yields: bool) -> int:
-        return live(
-            role,
+        duty = roles.first_role(config.cluster.mode, role)
+        if duty is not None:
+            duty = roles.kept_role(kept_in, worker_id) or duty
+        now = role if duty is None else duty.process
+        code = live(
+            now,
             worker_id,
             config,
-            service.build,
+            services[now].build,
             plan=plan,
             pulse=pulse,
+            worker_role=duty,
             preloaded=preloaded,
             yields=yields,
         )
+        if code == EX_CONFIG and now is not role:
+            # It cannot be that here (no room for an arena): rather what it was than nothing.
+            roles.forget_role(kept_in, worker_id)
+            return EX_AGAIN
+        return code
 
     guard = Guard(
         worker_id,
@@ -140,6 +155,7 @@ def live(
     *,
     plan: CorePlan,
     pulse: Pulse,
+    worker_role: WorkerRole | None = None,
     preloaded: Any = None,
     yields: bool = False,
 ) -> int:
@@ -155,6 +171,7 @@ def live(
         build=build,
         plan=plan,
         pulse=pulse,
+        worker_role=worker_role,
         preloaded=preloaded,
         yields=yields,
     )
@@ -168,12 +185,18 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(0)
 
 
-def _arguments(role: Role, argv: Sequence[str] | None) -> argparse.Namespace:
+def _arguments(loads: Mapping[Role, Load], argv: Sequence[str] | None) -> argparse.Namespace:
+    names = [role.value for role in loads]
     parser = argparse.ArgumentParser(
-        prog=f"python -m baton.{role.value}",
-        description=f"One {role.value} process of a Baton cluster (usually started by `baton up`).",
+        description=f"One {' or '.join(names)} process of a Baton cluster (usually started by "
+        "`baton up`).",
     )
     parser.add_argument("--worker-id", required=True, type=_worker_id, help="such as decode-0")
+    if names[1:]:
+        what = "what it is first; it can be told another role while it serves"
+        parser.add_argument("--role", required=True, choices=names, help=what)
+    else:
+        parser.set_defaults(role=names[0])
     parser.add_argument("--config", type=Path, default=None, help="the cluster's TOML file")
     # One guard tells the next, see baton.runtime.guard.
     parser.add_argument("--adopt", help=argparse.SUPPRESS)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import asyncio
     from pathlib import Path
 
-    from baton.core.ids import Compat, Member, Peer, Role
+    from baton.core.ids import Compat, Member, Peer, Role, WorkerRole
     from baton.ports.clock import Clock
     from baton.ports.ledger import Ledger
     from baton.ports.transport import Transport
@@ -87,6 +87,8 @@ class Context:
     """Log an error that is a bug, and end the process with status 70."""
     end: Callable[[int, str], None]
     """End the process in good order, with that code."""
+    worker_role: WorkerRole | None = None
+    """What a prefill or decode worker is there for."""
     preloaded: Any = None
     """What the service's ``preload`` returned in the guard."""
     member: Member = field(init=False)

@@ -19,12 +19,13 @@ from typing import Any
 import msgspec
 import orjson
 
-from baton.core.events import DrainRequested, RestartRequested
-from baton.core.ids import Member, Peer, Role
+from baton.core.events import DrainRequested, PromptsTaken, RestartRequested, RoleLeft
+from baton.core.ids import Member, Peer, Role, WorkerRole
 from baton.core.limits import Limits
 from baton.ledger.connection import LedgerUnfit, LedgerUnreachable
 from baton.ledger.redis_ledger import RedisLedger
 from baton.ports.channel import ArenaInUse, ArenaTooSmall
+from baton.ports.driving import EXIT_ROLE
 from baton.ports.lease import LeaseGivenUp, LeaseKeeper
 from baton.ports.transport import EndpointInUse
 from baton.runtime import logs, slices, yielding
@@ -83,6 +84,7 @@ class Shell:
         build: Build,
         plan: CorePlan,
         pulse: Pulse,
+        worker_role: WorkerRole | None,
         preloaded: Any,
         yields: bool,
     ) -> None:
@@ -94,6 +96,7 @@ class Shell:
         self._yields = yields
         self._clock = BootClock()
         self._role = role
+        self._worker_role = worker_role
         self._me = Peer(worker_id, host.new_incarnation())
         self._placement = plan.workers.get(worker_id, plan.rest)
         self._plan = plan.why
@@ -156,6 +159,7 @@ class Shell:
             me=self._me,
             run_dir=self._run_dir,
             placement=self._placement,
+            worker_role=self._worker_role,
             clock=self._clock,
             loop=loop,
             log=self._log,
@@ -188,7 +192,9 @@ class Shell:
             }
         )
         self._context = context
-        self._membership = Membership(context, self._report, self._lease_held)
+        self._membership = Membership(
+            context, self._report, self._lease_held, self._busy, self._become
+        )
         context.member = Member(
             peer=self._me,
             role=self._role,
@@ -300,7 +306,23 @@ class Shell:
             return msgspec.json.encode(machine.holdings())
         return orjson.dumps({"error": f"unknown report {kind[:40]!r}"})
 
+    def _busy(self) -> str:
+        """Say why this process can be told nothing new, if it is so."""
+        if self._signals or not self._ready:
+            return f"{self._me.worker_id} is {'ending' if self._ready else 'starting'}"
+        return ""
+
+    def _become(self, event: PromptsTaken | RoleLeft) -> None:
+        if isinstance(event, RoleLeft):
+            limit_s = self._config.limits.drain_ms / 1000 + DRAIN_MARGIN_S
+            self._loop.call_later(limit_s, self._left_too_late)
+        # After the answer to whoever asked for it: who has nothing to do ends at once.
+        self._loop.call_soon(self._feed, event)
+
     # --- the end --------------------------------------------------------------------------------
+
+    def _left_too_late(self) -> None:
+        self._end(EX_OK if self._signals else EXIT_ROLE, "leaving the role took too long")
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -318,7 +340,7 @@ class Shell:
     def _restart_asked(self) -> None:
         if not self._ready:
             self._end(EX_AGAIN, "a restart was asked for during the start")
-        elif not self._signals:
+        elif not self._signals and not self._membership.roles.leaving:
             self._signals.add(signal.SIGUSR2)
             limits = self._config.limits
             limit_s = max(limits.request_deadline_ms, limits.restart_ms) / 1000 + DRAIN_MARGIN_S

@@ -34,6 +34,8 @@ from baton.ports.ledger import (
     FindOwned,
     LeaseHeld,
     LeaseLost,
+    LeaveRole,
+    Leaving,
     OpenResumable,
     Orphans,
     Owned,
@@ -114,6 +116,8 @@ class LedgerModel:
         """Incarnations of a worker_id, newest first."""
         self.records: dict[str, Record] = {}
         self.resumables = ResumableModel()
+        self.left_last: tuple[Peer, int] | None = None
+        """Who gave its role up last, and when."""
 
     def owned(self, peer: Peer) -> set[str]:
         """Return the live requests that ``peer`` works on."""
@@ -130,6 +134,8 @@ class LedgerModel:
                 return self._orphans(op, now_ms)
             case FindOwned():
                 return self._owned(op)
+            case LeaveRole():
+                return self._leave_role(op, now_ms)
             case AdmitRequest():
                 return self._admit(op, now_ms)
             case AdoptRequest():
@@ -170,6 +176,20 @@ class LedgerModel:
             (self.records[request_id].expires_at, request_id) for request_id in self.owned(op.peer)
         )
         return Owned(tuple(request_id for _, request_id in found)[: op.count_max])
+
+    def _leave_role(self, op: LeaveRole, now: int) -> Leaving:
+        def lives(peer: Peer) -> bool:
+            return self.leases.get(peer, now) > now
+
+        if self.left_last is not None and self.left_last[0] != op.peer:
+            by, at = self.left_last
+            since = now - at if at <= now else float("inf")
+            if since < op.settle_ms or (since < op.hold_ms and lives(by)):
+                return Leaving(granted=False, by=by)
+        if (op.others and not any(map(lives, op.others))) or not lives(op.peer):
+            return Leaving(granted=False)
+        self.left_last = op.peer, now
+        return Leaving(granted=True)
 
     def _lease(self, op: AcquireLease | RenewLease | ReleaseLease, now: int) -> Reply:
         ttl = self._limits.lease_ttl_ms if isinstance(op, ReleaseLease) else op.ttl_ms

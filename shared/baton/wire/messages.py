@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.core.ids import Peer
+from baton.core.ids import Peer, WorkerRole
 from baton.core.outcomes import FinishReason, Outcome, Reason
 from baton.core.sampling import SamplingParams
 from baton.core.step_times import MICROS_MAX, StepCurve
@@ -362,6 +362,8 @@ class WorkerStatus(Message, frozen=True):
     """Of decode: blocks that what it has will probably want beside those it has."""
     handover_us: Annotated[int, Meta(ge=0, le=MICROS_MAX)] = 0
     """Of decode: from prefill's last store to the sequence that runs, lately; 0 if unknown."""
+    mixed: bool = False
+    """Of decode: it may compute a prompt itself, also where a prefill worker could."""
 
     def __post_init__(self) -> None:
         if self.blocks_free > self.blocks_total:
@@ -547,6 +549,24 @@ class Report(Message, frozen=True):
     body: bytes
 
 
+# --- anybody -> prefill, decode: asked by the CLI, and by a router where it may -------------------
+
+
+class ChangeRole(Message, frozen=True):
+    """Take that role from now on. Repeating it is harmless."""
+
+    role: WorkerRole
+    settle_ms: Milliseconds = 0
+    """Only if no worker of the pool has changed its own for so long."""
+
+
+class RoleAnswered(Message, frozen=True):
+    """The answer to :class:`ChangeRole`: it is done, or begins now; or why not."""
+
+    role: WorkerRole
+    refused: str = ""
+
+
 AnyMessage = (
     SubmitRequest
     | RequestPlaced
@@ -582,4 +602,6 @@ AnyMessage = (
     | RequestResumed
     | ReadReport
     | Report
+    | ChangeRole
+    | RoleAnswered
 )
