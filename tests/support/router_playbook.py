@@ -12,6 +12,7 @@ from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
 from baton.core.slo import Slo
 from baton.ports.driving import CallLedger, LedgerAnswered, Send
 from baton.ports.ledger import AdmitRequest, Done, PlaceRequest, RetryRequest
+from baton.router.balance import Policy
 from baton.router.machine import RouterMachine
 from baton.wire.messages import (
     AssignPrefill,
@@ -52,9 +53,11 @@ class Router(Playbook):
         *,
         blocks: int = 64,
         slo: Slo | None = None,
+        roles: Policy | None = None,
         **limits: Any,
     ) -> None:
-        super().__init__(RouterMachine(ME, Limits(**limits), split=slo is None, slo=slo))
+        machine = RouterMachine(ME, Limits(**limits), split=slo is None, slo=slo, roles=roles)
+        super().__init__(machine)
         self.feed(LeaseChanged(LeaseState.HELD))
         self.up(G, Role.GATEWAY)
         for worker in workers:

@@ -24,6 +24,7 @@ from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.router.admission import Admission
 from baton.router.adoption import Adoption
 from baton.router.attempts import Attempts
+from baton.router.balance import Balance, Policy
 from baton.router.entry import Entry, Phase
 from baton.router.moves import Moves
 from baton.router.orphans import OrphanSweep
@@ -41,6 +42,7 @@ from baton.wire.messages import (
     RequestFenced,
     RequestMoved,
     RequestResumed,
+    RoleAnswered,
     SubmitRequest,
     WorkerStatus,
     WorkFailed,
@@ -73,9 +75,10 @@ class RouterMachine:
         split: bool = True,
         local_prefill_max_tokens: int = 0,
         slo: Slo | None = None,
+        roles: Policy | None = None,
     ) -> None:
         """``split``: nothing is served without prefill workers; ``slo``: each request's way is
-        chosen so that it is kept."""
+        chosen so that it is kept; ``roles``: when workers are asked to change theirs, if at all."""
         placement = Placement(limits, local_prefill_max_tokens=local_prefill_max_tokens, slo=slo)
         self.state = State(me, limits, placement)
         self.moves = Moves(self.state)
@@ -84,6 +87,7 @@ class RouterMachine:
         self.adoption = Adoption(self.state, self.attempts)
         self.admission = Admission(self.state, self.attempts, self.adoption)
         self.orphans = OrphanSweep(self.state)
+        self.balance = None if roles is None else Balance(self.state, roles)
         self.drain_due: float | None = None
         self.exited = False
         self.split = split
@@ -100,6 +104,8 @@ class RouterMachine:
         self.orphans.time_passed(now)
         self.attempts.place_waiting(now)
         self.attempts.move_on(now)
+        if self.balance is not None:
+            self.balance.time_passed(now)
         self._tell_pool()
         if not self.state.entries:
             self.tick_at = None
@@ -110,7 +116,8 @@ class RouterMachine:
         return self.state.commands
 
     def deadline(self) -> float | None:
-        dues = (self.tick_at, self.drain_due, self.orphans.next_at)
+        balance_at = None if self.balance is None else self.balance.next_at
+        dues = (self.tick_at, self.drain_due, self.orphans.next_at, balance_at)
         times = [time for time in dues if time is not None]
         return min(times, default=None)
 
@@ -178,6 +185,10 @@ class RouterMachine:
                 self.attempts.work_failed(peer, message, now)
             case MoveOffered():
                 self.attempts.move_offered(peer, message)
+            case RoleAnswered():
+                view = self.state.placement.workers.get(peer)
+                if view is not None and self.balance is not None:
+                    self.balance.answered(view, message, now)
             case _:
                 self.state.emit(Measure("stale_messages_total", 1, {"kind": "unknown"}))
                 self.state.emit(
@@ -361,7 +372,9 @@ class RouterMachine:
         """Return the gauges of ``/metrics``."""
         phases = [entry.phase for entry in self.state.entries.values()]
         placed = phases.count(Phase.PLACED)
+        balance = {} if self.balance is None else self.balance.gauges()
         return {
+            **balance,
             "num_requests_running": float(placed),
             "num_requests_waiting": float(len(phases) - placed - phases.count(Phase.CLOSING)),
             "queue_tokens": float(self.state.queue.tokens),

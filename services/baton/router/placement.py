@@ -208,6 +208,10 @@ class Placement:
             why += "; other ways: " + "; ".join(way.words() for way in others)
         return Place(best.decode, best.prefill, why=why, estimates=found)
 
+    def has_room(self, entry: Entry, now: float) -> bool:
+        """Whether a decode worker could take ``entry`` in now."""
+        return any(self._fits(view, entry) for view in self._usable(Role.DECODE, now))
+
     def could_move(self, entry: Entry, now: float) -> bool:
         """Whether another decode worker could import what its own has, and has room for it."""
         assert entry.decode is not None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from baton.core.ids import Role
 from baton.engine.info import ModelNotPrepared
+from baton.router.balance import Policy
 from baton.router.machine import RouterMachine
 from baton.runtime.logs import FilteringBoundLogger
 from baton.runtime.model import served_model
+from baton.runtime.roles import first_role
 from baton.runtime.service import Context, Service, StartFailed
 from baton.runtime.settings import Config
 
@@ -31,5 +34,14 @@ def build(context: Context) -> Service:
         split=config.cluster.mode == "split",
         local_prefill_max_tokens=config.router.local_prefill_max_tokens,
         slo=config.adaptive_slo(),
+        roles=_policy(config),
     )
     return Service(machine=machine, compat=model.compat, model_name=model.name)
+
+
+def _policy(config: Config) -> Policy | None:
+    """Return when roles change by themselves, if they do."""
+    decodes_as = first_role(config.cluster.mode, Role.DECODE)
+    if config.roles.auto == "off" or decodes_as is None:
+        return None
+    return Policy(config.promise(), decodes_as, config.roles.hold_s, config.roles.settle_s)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from baton.core.ids import WorkerRole
 from baton.core.lifecycles import BlockState, LeaseState
 from baton.core.outcomes import Ending, Reason
 from baton.ports import ledger
@@ -80,6 +81,8 @@ STALE = _values(("epoch", "incarnation", "index", "turn", "unknown"))
 #: Copied from another decode worker's arena, found in the own one after a restart, its prompt
 #: computed again by prefill, or by decode itself.
 WAYS = _values(("import", "take_over", "prefill", "local"))
+SIDES = _values(("prefill", "decode"))
+WORKER_ROLES = _values(role.value for role in WorkerRole)
 #: A prefill worker computes the prompt, decode does, or decode goes on from what is there.
 PLACED = _values(("remote", "local", "reuse"))
 ERRORS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 2.0, 5.0)
@@ -138,6 +141,16 @@ _ALL = (
         "How much later the first token came than it was expected on another way.",
         PHASES,
         way=PLACED,
+    ),
+    _counter(
+        "role_changes_asked_total",
+        "Workers that a router asked to change their role (`[roles] auto`).",
+        wanted=WORKER_ROLES,
+    ),
+    _gauge(
+        "strain",
+        "How far a side is from what it can do: 1 breaks the SLO (`[roles] auto`).",
+        side=SIDES,
     ),
     _counter("attempts_failed_total", "Placements that gave no result.", reason=REASONS),
     _counter("preemptions_total", "Sequences put back to free blocks for others."),

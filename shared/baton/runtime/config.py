@@ -322,6 +322,8 @@ def _cross_check(config: Config) -> None:
     cluster, limits = config.cluster, config.limits
     if cluster.mode == "split" and cluster.prefill == 0:
         _contradiction(config, "cluster.prefill", "split mode needs at least 1; or use colocated")
+    if cluster.mode == "colocated" and config.roles.auto == "on":
+        _contradiction(config, "roles.auto", "colocated mode has one role only")
     if 2 * limits.lease_renew_ms >= limits.lease_ttl_ms:
         half = f"less than half of lease_ttl_ms ({limits.lease_ttl_ms})"
         _contradiction(config, "limits.lease_renew_ms", half)

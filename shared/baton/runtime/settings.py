@@ -151,6 +151,17 @@ class SloConfig(Section, frozen=True):
     come back; `wait`: it waits as long as the limits allow."""
 
 
+class RolesConfig(Section, frozen=True):
+    """Whether workers change between prefill and decode by themselves; `baton role` always can."""
+
+    auto: Literal["off", "on"] = "off"
+    """`on`: when one side breaks `[slo]` and the other has time to spare, a worker changes."""
+    hold_s: Annotated[int, Meta(ge=1, le=3_600)] = 5
+    """Seconds that this has to last before."""
+    settle_s: Annotated[int, Meta(ge=1, le=3_600)] = 30
+    """After a change no other one for so many seconds."""
+
+
 class CoresConfig(Section, frozen=True):
     """Which process runs on which core."""
 
@@ -185,6 +196,7 @@ class Config:
     gateway: GatewayConfig
     router: RouterConfig
     slo: SloConfig
+    roles: RolesConfig
     cores: CoresConfig
     fence: FenceConfig
     limits: Limits
@@ -195,8 +207,10 @@ class Config:
 
     def adaptive_slo(self) -> Slo | None:
         """Return what adaptive mode decides by; ``None`` in the other modes."""
-        if self.cluster.mode != "adaptive":
-            return None
+        return self.promise() if self.cluster.mode == "adaptive" else None
+
+    def promise(self) -> Slo:
+        """Return what clients are promised, whoever decides by it."""
         slo = self.slo
         return Slo(slo.ttft_ms / 1000, slo.itl_ms / 1000, refuse=slo.overload == "refuse")
 
@@ -211,6 +225,7 @@ SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "gateway": GatewayConfig,
     "router": RouterConfig,
     "slo": SloConfig,
+    "roles": RolesConfig,
     "cores": CoresConfig,
     "fence": FenceConfig,
     "limits": Limits,
