@@ -64,6 +64,23 @@ def test_up_leaves_a_running_cluster_alone(shared_cluster: OpsCluster) -> None:
     assert shared_cluster.supervisor() == before
 
 
+def test_settings_that_differ_from_those_of_the_start_are_told_not_taken(
+    shared_cluster: OpsCluster,
+) -> None:
+    """`up` names them, `restart` refuses with 78, and nobody is touched."""
+    before = {row["process"]: row["pid"] for row in shared_cluster.status()["processes"]}
+    for command, code in (
+        (("up",), 0),
+        (("restart", "--rolling"), 78),
+        (("restart", "ledger"), 78),
+    ):
+        done = shared_cluster.baton(*command, BATON_ENGINE_WEIGHTS="int4")
+        assert done.returncode == code
+        assert 'engine.weights = "int4"' in done.stderr
+        assert 'it runs with "full"' in done.stderr
+    assert {r["process"]: r["pid"] for r in shared_cluster.status()["processes"]} == before
+
+
 def test_another_clusters_port_is_named_with_its_user(shared_cluster: OpsCluster) -> None:
     """A taken port is exit code 75 and one line with the port, the process and the way out."""
     with ops_cluster() as second:

@@ -122,6 +122,29 @@ def test_two_places_get_two_names_and_a_port_is_chosen(tmp_path: Path) -> None:
     assert settings_file.resolve(named, tmp_path).cluster.name == "mine"
 
 
+def test_only_what_is_said_now_and_differs_is_a_difference(tmp_path: Path) -> None:
+    """Defaults, a port that the kernel chose, and a name of the place are none; keys are masked."""
+    environ = {
+        "BATON_ENGINE_KIND": "fake",
+        "BATON_GATEWAY_PORT": "0",
+        "BATON_FAKE_STEP_MS": "3",
+        "BATON_GATEWAY_API_KEYS": "old",
+    }
+    run_dir = tmp_path / "r-0123456789abcdef"
+    run_dir.mkdir()
+    started = settings_file.write(
+        settings_file.resolve(load(None, environ), run_dir), run_dir / "settings.toml"
+    )
+    assert settings_file.differences(load(None, environ), started) == []
+    without = {"BATON_ENGINE_KIND": "fake"}
+    assert settings_file.differences(load(None, without), started) == []
+    environ |= {"BATON_ENGINE_WEIGHTS": "int4", "BATON_GATEWAY_API_KEYS": "new"}
+    assert settings_file.differences(load(None, environ), started) == [
+        'engine.weights = "int4" (env:BATON_ENGINE_WEIGHTS; it runs with "full")',
+        "gateway.api_keys = (1 set) (env:BATON_GATEWAY_API_KEYS; it runs with (1 set))",
+    ]
+
+
 def test_several_gateways_get_one_socket_from_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

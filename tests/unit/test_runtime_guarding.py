@@ -90,6 +90,13 @@ class Talk:
         assert self.machine.state is WorkerState.SERVING
 
 
+def test_a_start_of_the_whole_cluster_yields_to_nobody() -> None:
+    """Nobody serves yet, so there is nothing to be hurried either; a later worker is no other."""
+    talk = Talk()
+    assert talk.tell(Began(alone=True)) == [StartWorker(yielding=False)]
+    assert HurryWorker() not in talk.pass_time(YIELD_S + 1, beating=True)
+
+
 def test_the_first_worker_yields_and_later_ones_do_not() -> None:
     """A start from nothing lets others run first; after a death requests wait for the next one."""
     talk = Talk()

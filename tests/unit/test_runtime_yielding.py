@@ -1,4 +1,5 @@
-"""Yielding: who may not leave the idle class never enters it, and cores are right in the end."""
+"""Yielding: a cluster that starts as a whole does not; who may not leave the idle class never
+enters it; and cores are right in the end."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from baton.runtime.parent import Parent
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 #: Begins and ends, with a thread made in between; prints policy and cores of all threads each time.
@@ -99,3 +102,17 @@ def test_it_ends_by_itself() -> None:
     """Also when nobody ends it: a start on a full machine gets its turn."""
     before, after = shown("root", 0.2)
     assert after.startswith(f"[{os.SCHED_OTHER}]"), before
+
+
+def test_who_starts_with_its_supervisor_knows_that_nobody_serves() -> None:
+    """A parent that has just begun is young; init, and whoever is watched by nobody, is not."""
+    parent = subprocess.Popen(["sleep", "60"])
+    try:
+        assert Parent(parent.pid).is_young()
+    finally:
+        parent.kill()
+        parent.wait()
+    assert not Parent(parent.pid).is_young(), "it is gone"
+    assert not Parent(0).is_young()
+    if float(Path("/proc/uptime").read_text().split()[0]) > 60:
+        assert not Parent(1).is_young()

@@ -282,6 +282,15 @@ class Cluster:
                 return str(json.loads(line)["reason"])
         return lines[-1]
 
+    def refusal(self, worker: str, incarnation: str) -> str:
+        """Return in what an incarnation and another process differ; empty: in nothing known."""
+        path = self.run_dir / leftovers.LOGS / f"{worker}.log"
+        for line in reversed(path.read_text(errors="replace").splitlines()):
+            if '"event":"peer_refused"' in line and f'"incarnation":"{incarnation}"' in line:
+                with contextlib.suppress(ValueError):  # a line that a kill has cut
+                    return str(json.loads(line)["reason"])
+        return ""
+
     # --- stop -----------------------------------------------------------------------------------
 
     def stop(self, patience: Patience) -> list[str]:

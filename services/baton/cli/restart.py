@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from baton.cli.rolling import LAST_MEANS, is_up, others_up, plan, strangers
 from baton.cli.running import Running
+from baton.cli.settings_file import differences
 from baton.cli.supervisor import LEDGER, spare
 from baton.cli.terminal import CommandError, ExitCode, say
 from baton.runtime.settings import Config
@@ -64,6 +65,13 @@ def restart(config: Config, workers: Sequence[str], *, rolling: bool, wait_s: fl
             f"nothing was restarted, because {others[0]}{more}. Processes of different versions "
             "refuse each other, so a rolling restart would take the cluster apart: use `baton "
             "down` and `baton up`"
+        )
+    if changed := differences(config, found.settings):
+        raise CommandError(
+            "nothing was restarted, because a restart keeps the settings of the cluster's start, "
+            f"and these are others: {'; '.join(changed)}. Use `baton down` and `baton up`, or "
+            "leave them out",
+            ExitCode.CONFIG,
         )
     every = workers or [row["process"] for row in found.rows if is_up(row)]
     steps = plan(found.rows, every, spare(found.settings))

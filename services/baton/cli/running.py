@@ -142,12 +142,16 @@ class Running:
             waits_for = self._words(worker)
             if time.monotonic() >= deadline:
                 raise CommandError(
-                    f"{worker} {late} after {wait_s:.0f} s ({waits_for}); nothing else was "
-                    f"touched; see `baton status` and `baton logs {worker}`",
+                    f"{worker} {late} after {wait_s:.0f} s ({waits_for}){self._misfit(worker)}; "
+                    f"nothing else was touched; see `baton status` and `baton logs {worker}`",
                     ExitCode.TEMPORARY,
                 )
             progress.tell(waits_for)
             time.sleep(_LOOK_S)
+
+    def _misfit(self, worker: str) -> str:
+        reason = self._cluster.refusal(worker, str(self._incarnation(worker)))
+        return f": {reason}" if reason else ""
 
     def _words(self, worker: str) -> str:
         row = self.row(worker)

@@ -8,6 +8,7 @@ from collections import deque
 from baton.cli.client import reach
 from baton.cli.cluster import Cluster, Patience
 from baton.cli.record import ClusterRecord
+from baton.cli.settings_file import differences
 from baton.cli.terminal import CommandError, ExitCode, say, warn
 from baton.runtime.settings import Config
 
@@ -24,6 +25,8 @@ def up(config: Config, wait_s: float) -> int:
             f"already running, with the settings of its start (supervisor pid "
             f"{found.supervisor_pid}); `down` and `up` again to change them"
         )
+        for line in differences(config, cluster.started_with()):
+            warn(f"not taken: {line}")
         say_addresses(found)
         return ExitCode.OK
     found = cluster.start(in_foreground=False)

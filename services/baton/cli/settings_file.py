@@ -2,7 +2,7 @@
 
 Decides the values that depend on the place: names that keep two checkouts apart, a port where any
 would do, absolute paths. The file is written once a start; what a process reads after a restart is
-what its siblings read before.
+what its siblings read before. So settings that are said later are told apart, not taken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from baton.runtime.config import load
+from baton.engine.prepared import find_prepared
+from baton.runtime.config import load, rows
+from baton.runtime.dirs import cache_dir
 from baton.runtime.settings import SECTIONS, Config
 
 
@@ -58,6 +60,27 @@ def write(config: Config, path: Path) -> Config:
     path.touch(mode=0o600)
     path.write_text("".join(lines), encoding="utf-8")
     return load(path, {})
+
+
+def differences(config: Config, started: Config) -> list[str]:
+    """Return, one setting each, what is said now that a running cluster was not started with.
+
+    Only what the file or the environment sets counts, and nothing of the place: a port that the
+    kernel chose, a path that was made absolute.
+    """
+    model: tuple[Path | None, Path | None] = (None, None)
+    if config.engine.kind != "fake":
+        cache = cache_dir(config)
+        model = find_prepared(config.model.path, cache), cache
+    now = resolve(config, Path(started.cluster.run_dir), *model)
+    found = []
+    for row, old in zip(rows(now), rows(started), strict=True):
+        section, _, name = row.key.partition(".")
+        values = [getattr(getattr(each, section), name) for each in (now, started)]
+        chosen = row.key == "gateway.port" and config.gateway.port == 0
+        if row.source != "default" and values[0] != values[1] and not chosen:
+            found.append(f"{row.key} = {row.value} ({row.source}; it runs with {old.value})")
+    return found
 
 
 def free_port(host: str) -> int:

@@ -98,6 +98,7 @@ class Guard:
         clock: Clock,
         usable: Collection[int],
         adopted: Adopted | None,
+        alone: bool,
     ) -> None:
         """Guard a worker.
 
@@ -115,6 +116,7 @@ class Guard:
             clock: the machine's.
             usable: the cores this process was given.
             adopted: a worker that runs already.
+            alone: nobody of this cluster serves yet.
         """
         self._worker_id = worker_id
         self._machine = machine
@@ -130,6 +132,7 @@ class Guard:
         self._usable = usable
         self._pulse = Pulse(adopted.pulse_fd if adopted else None)
         self._pid = adopted.pid if adopted else 0
+        self._alone = alone
         self._alive_due = 0.0
         self._code: int | None = None
 
@@ -145,7 +148,7 @@ class Guard:
         gc.freeze()
         # It has loaded; from here on a guard must be quick, whatever its worker does.
         yielding.end(os.getpid(), self._rest)
-        self._feed(Began(adopts=bool(self._pid)))
+        self._feed(Began(adopts=bool(self._pid), alone=self._alone))
         while self._code is None:
             self._await_signal()
             if self._code is None and self._clock.now() >= self._machine.deadline():

@@ -59,6 +59,8 @@ class Began:
 
     adopts: bool = False
     """There is one already: this guard was started in the place of an older one, for a restart."""
+    alone: bool = False
+    """The whole cluster starts: there is nobody to yield to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +183,12 @@ class GuardMachine:
         do = commands.append
         assert not self._over, "the guard has ended"
         match event:
-            case Began(adopts):
+            case Began(adopts, alone):
                 self._looked_at = now
                 if adopts:
                     self._adopt(now, do)
                 else:
-                    self._start(now, do, yielding=True)
+                    self._start(now, do, yielding=not alone)
             case Looked():
                 self._looked(event, now, do)
             case WorkerEnded(code):

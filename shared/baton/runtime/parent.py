@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,8 @@ EXIT_CODE = 75
 #: Sent by the kernel. Also when only the parent's *thread* that started us ended, so it is no more
 #: than a reason to look.
 TOLD_BY = signal.SIGRTMIN
+#: Whoever starts a cluster has started all of it before it is this old.
+YOUNG_S = 3.0
 
 
 class Parent:
@@ -32,6 +35,16 @@ class Parent:
     def is_gone(self) -> bool:
         """Whether somebody else has adopted us."""
         return bool(self._pid) and os.getppid() != self._pid
+
+    def is_young(self) -> bool:
+        """Whether it has just begun itself: the whole cluster starts, and nobody serves yet."""
+        try:
+            text = Path(f"/proc/{self._pid}/stat").read_text()
+        except OSError:
+            return False
+        # The name in parentheses may itself hold spaces and parentheses.
+        began_s = int(text[text.rindex(")") + 2 :].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s < YOUNG_S
 
 
 def watch_parent(worker_id: str, environ: Mapping[str, str] = os.environ) -> Parent:
@@ -58,6 +71,6 @@ def watch_parent(worker_id: str, environ: Mapping[str, str] = os.environ) -> Par
 
 def _is_supervisor(pid: int) -> bool:
     try:
-        return b"supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"supervisord" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False

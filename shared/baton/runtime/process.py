@@ -75,8 +75,10 @@ def _guard(arguments: argparse.Namespace, parent: Parent, loads: Mapping[Role, L
     placement = plan.workers.get(worker_id, plan.rest)
     cores.set_threads(placement)
     start = Yielding(plan.rest)
-    start.end_after(YIELD_S)
-    start.begin()
+    alone = parent.is_young()
+    if not alone:
+        start.end_after(YIELD_S)
+        start.begin()
 
     import uvloop  # noqa: F401 - every worker needs it
 
@@ -136,6 +138,7 @@ def _guard(arguments: argparse.Namespace, parent: Parent, loads: Mapping[Role, L
         clock=BootClock(),
         usable=usable,
         adopted=Adopted.parse(arguments.adopt) if arguments.adopt else None,
+        alone=alone,
     )
     return guard.run()
 
