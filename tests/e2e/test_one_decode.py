@@ -14,7 +14,7 @@ import pytest
 
 from support.cluster_client import Answer, complete, metric
 from support.ops_cluster import OpsCluster, ops_cluster, wait_until
-from support.undisturbed import assert_same_answers, stream_all
+from support.undisturbed import assert_same_answers, seeded_requests, stream_all
 
 STREAMS, TOKENS = 4, 100
 BLOCK = 16
@@ -35,12 +35,9 @@ def cluster() -> Iterator[OpsCluster]:
 
 
 def _requests(topic: str) -> list[dict[str, Any]]:
-    text = b"the quick brown fox jumps over the lazy dog" * 4
-    fields = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1}
-    return [
-        {"prompt": [*f"{topic} {number}: ".encode(), *text], "seed": number, **fields}
-        for number in range(STREAMS)
-    ]
+    return seeded_requests(
+        topic, b"the quick brown fox jumps over the lazy dog" * 4, TOKENS, STREAMS
+    )
 
 
 def _of_decode(cluster: OpsCluster, name: str, **labels: str) -> float:

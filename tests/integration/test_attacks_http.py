@@ -14,6 +14,7 @@ import pytest
 from baton.core.limits import Limits
 from baton.gateway import server
 from support.gateway_cluster import GatewayCluster, Script
+from support.raw_sockets import read_until
 
 LIMITS = Limits(body_bytes_max=1_000_000)
 
@@ -32,14 +33,6 @@ def post(cluster: GatewayCluster, **values: Any) -> socket.socket:
     raw = socket.create_connection(("127.0.0.1", cluster.port), timeout=10)
     raw.sendall(POST + b"content-length: %d\r\n\r\n%b" % (len(body), body))
     return raw
-
-
-def read_until(raw: socket.socket, needle: bytes, count: int = 1) -> None:
-    data = b""
-    while data.count(needle) < count:
-        part = raw.recv(65536)
-        assert part, data
-        data += part
 
 
 def ask_raw(cluster: GatewayCluster, data: bytes, *more: bytes) -> bytes:

@@ -20,6 +20,7 @@ from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Reason
 from baton.runtime.settings import GatewayConfig
 from support.gateway_cluster import GatewayCluster, Script
+from support.raw_sockets import read_until
 
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 LIMITS = Limits(write_stall_ms=1_500, keepalive_ms=500)
@@ -50,15 +51,6 @@ def open_stream(cluster: GatewayCluster, rcvbuf: int = 0, **values: Any) -> sock
         b"content-length: %d\r\n\r\n%s" % (len(body), body)
     )
     return raw
-
-
-def read_until(raw: socket.socket, needle: bytes, count: int = 1) -> bytes:
-    data = b""
-    while data.count(needle) < count:
-        part = raw.recv(65536)
-        assert part, data
-        data += part
-    return data
 
 
 def leave(raw: socket.socket, *, reset: bool) -> None:

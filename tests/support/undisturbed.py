@@ -27,6 +27,15 @@ def streams_during(cluster: OpsCluster, act: Callable[[], None]) -> list[Answer]
     return stream_all(cluster, [{"prompt": prompt, **FIELDS} for prompt in PROMPTS], act, after=10)
 
 
+def seeded_requests(topic: str, text: bytes, tokens: int, count: int = 4) -> list[dict[str, Any]]:
+    """Return sampled requests of a prompt and a seed of their own each, ``tokens`` long."""
+    fields = {"max_tokens": tokens, "ignore_eos": True, "temperature": 1}
+    return [
+        {"prompt": [*f"{topic} {number}: ".encode(), *text], "seed": number, **fields}
+        for number in range(count)
+    ]
+
+
 def stream_all(
     cluster: OpsCluster,
     requests: Sequence[Mapping[str, Any]],

@@ -21,6 +21,7 @@ import msgspec
 import orjson
 from tokenizers import Tokenizer
 
+from baton.core.alphabet import byte_alphabet
 from baton.ports.engine import ModelInfo
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -245,12 +246,5 @@ def _strips_first(document: Mapping[str, Any]) -> bool:
     return False
 
 
-def _byte_alphabet() -> dict[str, bytes]:
-    """GPT-2's printable stand-in of each byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): bytes([byte]) for byte in printable}
-    return letters | {chr(256 + i): bytes([byte]) for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
+#: GPT-2's printable stand-in of each byte.
+_BYTE_OF = {letter: bytes([byte]) for letter, byte in byte_alphabet().items()}

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from baton.core.alphabet import byte_alphabet
 from baton.engine.fake import EOS_ID
 from baton.engine.info import INFO_FILE
 from baton.ports.engine import ModelInfo
@@ -70,14 +71,6 @@ def _replace(path: Path, content: bytes) -> None:
     fresh.replace(path)
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable stand-in of each byte, as the ByteLevel pre-tokenizer emits it."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
 def _tokenizer() -> bytes:
     added = [
         {
@@ -101,7 +94,7 @@ def _tokenizer() -> bytes:
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        "vocab": _byte_alphabet(),
+        "vocab": byte_alphabet(),
         "merges": [],
     }
     document: dict[str, Any] = {
