@@ -21,6 +21,7 @@ from baton.bench import (
     peers,
     recovery,
     rolling,
+    start,
     verification,
 )
 from baton.bench.conditions import conditions, others_cpu_s
@@ -60,6 +61,7 @@ BENCHES: dict[str, Bench] = {
         lambda quick: rolling.measure(capacity_s=10 if quick else 30, calm_s=15 if quick else 60),
         rolling.page,
     ),
+    "start": (lambda quick: start.measure(repeats=2 if quick else 7), start.page),
 }
 
 #: Needs programs that are not Baton's, and minutes without other load: only when named.

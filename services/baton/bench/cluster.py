@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -91,7 +91,9 @@ class BenchCluster:
 
 
 @contextmanager
-def bench_cluster(**settings: str) -> Iterator[BenchCluster]:
+def bench_cluster(
+    command: Sequence[str] = (*COMMAND, "up"), **settings: str
+) -> Iterator[BenchCluster]:
     """Start a cluster with these ``BATON_*`` settings; stop it, and fail if something is left.
 
     SIGTERM ends the block as Ctrl-C does. Neither reaches the command that takes the cluster down,
@@ -102,7 +104,7 @@ def bench_cluster(**settings: str) -> Iterator[BenchCluster]:
     """
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         run_dir = Path(folder) / "run"
-        port = free_port()
+        port = int(settings.get("BATON_GATEWAY_PORT", 0)) or free_port()
         environ = {
             **os.environ,
             "BATON_CLUSTER_RUN_DIR": str(run_dir),
@@ -112,16 +114,16 @@ def bench_cluster(**settings: str) -> Iterator[BenchCluster]:
         }
         with term_interrupts():
             try:
-                _run(environ, "up", "start")
+                _run(environ, command, "start")
                 yield BenchCluster(port, run_dir, _model(port), settings, environ)
             finally:
                 with undisturbed():
-                    _run(environ, "down", "stop")
+                    _run(environ, (*COMMAND, "down"), "stop")
 
 
-def _run(environ: dict[str, str], command: str, word: str) -> None:
+def _run(environ: dict[str, str], command: Sequence[str], word: str) -> None:
     done = subprocess.run(
-        [*COMMAND, command],
+        command,
         env=environ,
         capture_output=True,
         text=True,
