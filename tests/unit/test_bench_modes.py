@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+from baton.bench.cluster import BenchError
 from baton.bench.load import modes, verdict
 from baton.bench.load.page import page
-from baton.bench.load.results import Result, ResultError, Row, Run, ServerFigures, Slo
+from baton.bench.load.results import Result, ResultError, Row, Run, ServerFigures, Slo, Spread
 from baton.bench.load.running import Done
 from baton.bench.load.slices import Slices
 from support.bench_results import result
@@ -169,6 +170,21 @@ def test_the_highest_rate_needs_nine_of_ten() -> None:
     found = verdict.points(runs)
     assert verdict.highest_rate(found, "split", SLOS[0]) == 2.0
     assert verdict.highest_rate(found, "colocated", SLOS[0]) == 0.0
+
+
+def test_without_an_undisturbed_gap_there_is_no_bound() -> None:
+    """Multiples of nothing would be bounds that nobody can meet."""
+    made = result().runs[0]
+    assert modes.undisturbed_ms(made) == pytest.approx(10.0)
+    empty = msgspec.structs.replace(made.figures, itl=Spread())
+    with pytest.raises(BenchError, match="--undisturbed"):
+        modes.undisturbed_ms(msgspec.structs.replace(made, figures=empty))
+
+
+def test_configurations_are_tried_at_the_middle_rate_and_at_the_highest() -> None:
+    """At a low one all of them are good."""
+    assert modes.tuning_rates((3.0, 0.5, 1.5)) == (1.5, 3.0)
+    assert modes.tuning_rates((2.0,)) == (2.0,)
 
 
 def test_colocated_gets_both_topologies_with_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

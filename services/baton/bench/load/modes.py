@@ -26,7 +26,7 @@ from baton.bench.load import verdict
 from baton.bench.load.arrivals import Arrivals
 from baton.bench.load.baton_target import conditions_of
 from baton.bench.load.generator import LoadPlan
-from baton.bench.load.results import Conditions, Result, ResultError, Slo
+from baton.bench.load.results import Conditions, Result, ResultError, Run, Slo
 from baton.bench.load.running import Done, RunPlan, Target, run_blocking
 from baton.bench.load.slices import Slices
 from baton.bench.load.verdict import ADAPTIVE, COLOCATED, SPLIT
@@ -168,7 +168,7 @@ class _Comparison:
             plan.workload,
             name=WorkloadName.FIXED,
             prompt_tokens=64,
-            output_tokens=200,
+            output_tokens=100,
             intruder_tokens=0,
         )
         quiet = LoadPlan(
@@ -184,7 +184,7 @@ class _Comparison:
                 self._measure(UNDISTURBED, replace(alone, target=target))
         found = self._slices.get(UNDISTURBED)
         assert found is not None
-        return found.run.figures.itl.p50
+        return undisturbed_ms(found.run)
 
     def _tuned(self, mode: str, ways: Sequence[Way]) -> list[Way]:
         """Return the best way for each SLO, each way once."""
@@ -241,6 +241,8 @@ class _Comparison:
         done = run_blocking(plan)
         if done.aborted:
             raise KeyboardInterrupt
+        if name == UNDISTURBED:
+            undisturbed_ms(done.run)
         # Time lines of so many runs would say little.
         self._slices.put(name, replace(done, run=msgspec.structs.replace(done.run, series=())))
 
@@ -291,6 +293,17 @@ class _Comparison:
                 f"{'; '.join(parts)}.",
             ),
         )
+
+
+def undisturbed_ms(run: Run) -> float:
+    """Return the median gap that all bounds are multiples of.
+
+    Raises:
+        BenchError: there was none.
+    """
+    if not run.figures.itl.count:
+        raise BenchError("no undisturbed stream ended in its time: give it more (--undisturbed)")
+    return run.figures.itl.p50
 
 
 def tuning_rates(rates: Sequence[float]) -> tuple[float, ...]:
