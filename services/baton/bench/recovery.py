@@ -3,7 +3,8 @@
 A stream is decoded; its decode process is killed; one figure counts: the longest gap between two
 pieces at the client. Three ways: another decode worker imports the blocks; it prefills the prompt
 again (the arena was taken away before the kill); the only decode worker is started again and takes
-its own arena over.
+its own arena over. A decode process that is frozen instead is killed when its lease is over; then
+another one imports.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from baton.bench.cluster import BenchCluster, BenchError, bench_cluster
 from baton.bench.figures import spread_ms, table
 from baton.bench.streams import Streams, streams
 
-LENGTHS = (500, 2000, 4000)
+LENGTHS = (500, 2000, 6000)
 #: Pieces before the kill, and the length of the whole answer.
 BEFORE, ANSWER = 20, 80
 PATIENCE_S = 120.0
@@ -32,6 +33,7 @@ WAYS = {
     "import": "another decode worker imports",
     "prefill": "another one, prompt prefilled again",
     "take_over": "the only one, restarted",
+    "frozen": "frozen: killed with its lease (2 s), another one imports",
 }
 
 
@@ -75,7 +77,7 @@ class Run:
 
 
 def _killed(cluster: BenchCluster, asked: Streams, way: str, prompt: list[int]) -> Run:
-    """Stream, and kill in mid-stream."""
+    """Stream, and kill or freeze in mid-stream."""
     _until(lambda: _all_ready(cluster, way), "everybody to be ready")
     pids = cluster.processes()
     stream = asked.begin(prompt, ANSWER)
@@ -87,7 +89,7 @@ def _killed(cluster: BenchCluster, asked: Streams, way: str, prompt: list[int]) 
         for path in Path("/dev/shm").glob(f"baton-bench-{os.getpid()}-{victim}.arena"):
             path.unlink()
     killed_at = time.monotonic()
-    os.kill(pids[victim], signal.SIGKILL)
+    os.kill(pids[victim], signal.SIGSTOP if way == "frozen" else signal.SIGKILL)
     if error := stream.wait().error:
         raise BenchError(error)
     gaps = [(after, after - before) for before, after in pairwise(arrivals)]
@@ -142,7 +144,7 @@ def page(result: dict[str, object]) -> str:
                 )
             )
     header = (
-        "after the kill",
+        "after the death",
         "context tokens",
         "n",
         "gap p50 ms",
