@@ -150,6 +150,18 @@ def test_sealed_block_is_found_again_until_it_is_evicted() -> None:
     assert len(pool.match(names[1:])) == 1
 
 
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
+    """What is left of a prefix is found as long as it begins at its beginning."""
+    pool = BlockPool(3)
+    names = [bytes([n]) * 16 for n in (1, 2, 3)]
+    blocks = pool.grow(3) or []
+    for block, name in zip(blocks, names, strict=True):
+        pool.seal(block, name, 7)
+    pool.release(blocks)
+    pool.grow(1)
+    assert pool.match(names) == blocks[:2]
+
+
 def test_cached_block_with_a_reader_is_not_evicted() -> None:
     """A block that another process reads stays what it is, though nobody here uses it."""
     pool = BlockPool(1)

@@ -354,6 +354,21 @@ def test_verified_blocks_of_a_failed_attempt_stay_cached() -> None:
     assert (again.cached_tokens, [pair.logical for pair in again.blocks]) == (8, [2])
 
 
+def test_prompts_with_one_beginning_compute_it_once_though_they_come_together() -> None:
+    """The second waits for its turn, and takes what the first has computed by then."""
+    play = Decode(blocks=12, local_prefill_chunk_tokens=12)
+    play.local(spec("a", tokens=12, max_tokens=1))
+    reserved = sent(R, DecodeReserved, request_id="b", cached_tokens=0)
+    play.reserve(spec("b", tokens=14, max_tokens=1), None, reserved)
+    assert play.used() == 7
+    play.stepped((50,), Like(CallLedger), STEP, sent(G, TokenChunk))
+    (row,) = play.last(RunStep).rows
+    assert (row.request_id, row.start, len(row.token_ids)) == ("b", 12, 2)
+    assert play.used() == 4
+    play.stepped((51,), Like(CallLedger), sent(G, TokenChunk))
+    assert play.messages(TokenChunk)[-1].runs[0].cached_tokens == 12
+
+
 def test_tickets_name_logical_blocks_and_destinations() -> None:
     """(27) With a cached prefix the pairs go on where it ends; positions mean nothing."""
     play = Decode(blocks=12)

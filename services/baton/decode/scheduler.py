@@ -105,6 +105,8 @@ class Scheduler:
         for seq in prompts:
             if not seq.blocks:
                 self._reuse_prefix(seq)
+            elif seq.computed == seq.cached_tokens:
+                self._reuse_more(seq)
             end = min(seq.computed + budget, seq.length)
             if not self._room(seq, end):
                 break  # the next one is younger: it does not take what this one waits for
@@ -172,6 +174,19 @@ class Scheduler:
         self.state.pool.reference(found)
         seq.blocks = list(found)
         seq.computed = len(found) * seq.block_size
+
+    def _reuse_more(self, seq: Sequence) -> None:
+        """Its turn comes: what others have computed since it was taken in need not be again."""
+        first = seq.computed // seq.block_size
+        found = self.state.pool.match(seq.chains[: (seq.length - 1) // seq.block_size])
+        more = found[first:]
+        if not more:
+            return
+        self.state.pool.reference(more)
+        self.state.pool.release(seq.blocks[first : len(found)])
+        seq.blocks[first : len(found)] = more
+        seq.computed = seq.cached_tokens = len(found) * seq.block_size
+        self.state.measure("prefix_cache_hits_total", len(more) * seq.block_size)
 
     def _make_room(self, needy: Sequence) -> bool:
         """Take blocks from the youngest sequence younger than ``needy``; ``False`` if none.

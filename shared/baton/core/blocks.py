@@ -201,9 +201,11 @@ class BlockPool:
             if not block.holds:
                 self._free(number)
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """One sequence less uses these RESIDENT blocks."""
-        for number in blocks:
+    def release(self, blocks: Sequence[int]) -> None:
+        """One sequence less uses these RESIDENT blocks, given in the order of its tokens.
+
+        Its last block is evicted first: without its beginning a prefix is of no use to anybody."""
+        for number in reversed(blocks):
             block = self.blocks[number]
             assert block.state is B.RESIDENT and block.references > 0
             block.references -= 1
