@@ -29,6 +29,7 @@ from baton.sim.clock import VirtualClock
 from baton.sim.ledger import LedgerModel, SimLedger
 from baton.sim.network import CALM, Faults, SimNetwork, SimTransport
 from baton.wire.messages import LastStep, TokensWanted
+from sim import oracles
 from sim.clients import Clients
 from sim.process import Process
 
@@ -99,6 +100,11 @@ class Scenario:
     gateway_freezes: int = 0
     abandons: int = 0
     """Resumable requests whose clients never come back."""
+    news_lost: float = 0.0
+    """Share of the messages about blocks, between decode workers and routers, that get lost, and as
+    many that come late, behind others; the link itself loses and turns round nothing."""
+    names_max: int = 4_096
+    """Names of blocks in such a message (``block_names_max``)."""
     slo: Slo | None = None
     """The way of each request is chosen by it (adaptive mode); ``None``: split or colocated."""
 
@@ -146,6 +152,8 @@ def draw(seed: int) -> Scenario:
         abandons=random.choice((0, 0, 2)),
         slo=random.choice((None, None, None, *SLOS)),
         fail_overs=0 if calm else random.choice((0, 0, 0, 1, 2)),
+        news_lost=0.0 if calm else random.choice((0.0, 0.05, 0.3)),
+        names_max=random.choice((4_096, 16, 5)),
     )
 
 
@@ -158,7 +166,7 @@ class Cluster:
         self.prefills = self.scenario.prefills
         self.blocks = self.scenario.blocks
         self.clock = VirtualClock(seed)
-        self.limits = Limits()
+        self.limits = Limits(block_names_max=self.scenario.names_max)
         # One layer and one head keep the bytes few; every rule is the same for more.
         self.info = fake_info(layers=1, kv_heads=1)
         self.layout = layout_of(self.info, "float32", 16)
@@ -257,6 +265,18 @@ class Cluster:
             row.sample is not None and self.poison.get(row.request_id, 1 << 30) <= row.sample.index
             for row in rows
         )
+
+    def news_go(self, send: Callable[[], None]) -> None:
+        """Let a message about blocks go its way, lost, late or at once."""
+        random, share = self.clock.random, self.scenario.news_lost
+        fate = random.random() if share and not self.calm else 1.0
+        if fate < share:
+            self.counts["news_lost"] += 1
+        elif fate < 2 * share:
+            self.counts["news_late"] += 1
+            self.clock.call_later(random.uniform(0.0, 0.2), send)
+        else:
+            send()
 
     def flips_now(self) -> bool:
         """Whether a bit of what was just stored turns over."""
@@ -526,6 +546,7 @@ class Cluster:
             elif process.role is Role.ROUTER:
                 if machine.state.entries:
                     found.append(f"{name}: {list(machine.state.entries)}")
+                found += oracles.wrong_index(self, process)
             elif machine.state.sessions or machine.state.kept:
                 found.append(f"{name}: {list(machine.state.sessions)} {list(machine.state.kept)}")
         return found

@@ -3,7 +3,8 @@
 An effect of a lower epoch is a change of what a machine holds for a request by a message with an
 epoch below its own; an effect of a lower turn is one by a router that lost the request to another,
 told on a worker by the message's turn, on the gateway by who sends it; a gateway that lost it to
-another has no effect on a worker either. A store without permission is one that begins although the
+another has no effect on a worker either. What a router knows of prefix caches may be wrong at any
+time, but not for long. A store without permission is one that begins although the
 owner's records do not say FILLING for this very writer, epoch and generation.
 """
 
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import BlockState
+from baton.core.prefix import numbers_of, short_names
 from baton.ports.transport import Received
 from baton.prefill.io import ChunkRow
 from baton.wire.messages import RequestResumed, TokenChunk
 
 if TYPE_CHECKING:
     from sim.cluster import Cluster
+    from sim.process import Process
 
 Held = list[tuple[str, object]]
 
@@ -75,6 +78,32 @@ def may_store(cluster: Cluster, writer: Peer, rows: Sequence[ChunkRow]) -> None:
             found = (mark.state, mark.generation, mark.epoch, mark.writer)
             wanted = (BlockState.FILLING, pair.generation, row.epoch, writer.incarnation)
             assert found == wanted, f"{row.row.request_id}: a store without permission: {found}"
+
+
+def wrong_index(cluster: Cluster, router: Process) -> list[str]:
+    """Return what is wrong in the router's index of prefix caches, by the caches themselves."""
+    found = []
+    known = router.machine.state.placement.prefixes.known
+    for process in cluster.processes.values():
+        if process.role is not Role.DECODE or not process.alive:
+            continue
+        pool = process.machine.state.pool
+        there = set(numbers_of(short_names(pool.named_in(0, pool.total))))
+        about = f"{router.worker_id} on {process.me}"
+        if process.me not in known:
+            found.append(f"{about}: knows nothing of it")
+        elif known[process.me].names != there or known[process.me].page is not None:
+            wrong = len(known[process.me].names ^ there)
+            found.append(f"{about}: does not know its blocks, {wrong} of {len(there)} are wrong")
+    found += [
+        f"{router.worker_id}: knows {peer}, who is over" for peer in known if not _up(cluster, peer)
+    ]
+    return found
+
+
+def _up(cluster: Cluster, peer: Peer) -> bool:
+    process = cluster.processes[peer.worker_id]
+    return process.alive and process.me == peer
 
 
 def _holder(role: Role, machine: Any, request_id: str) -> Any:

@@ -41,9 +41,10 @@ from baton.prefill.io import ChunkRow, ChunkStored, MapArena, RunChunk, UnmapAre
 from baton.prefill.machine import PrefillMachine
 from baton.prefill.work import ChunkWorker
 from baton.router.machine import RouterMachine
+from baton.router.placement import BlockNaming
 from baton.runtime.members import to_dial
 from baton.sim.clock import Handle
-from baton.wire.messages import LastStep
+from baton.wire.messages import BlocksChanged, BlocksListed, BlocksWanted, LastStep
 from sim import oracles
 from support.held import holdings
 
@@ -129,7 +130,8 @@ class Process:
         root = chain_root(repr(cluster.compat))
         if self.role is Role.ROUTER:
             split = bool(cluster.prefills) and slo is None
-            return RouterMachine(self.me, limits, split=split, slo=slo)
+            naming = BlockNaming(root, size)
+            return RouterMachine(self.me, limits, split=split, slo=slo, naming=naming)
         if self.role is Role.GATEWAY:
             mode: Mode = "split" if cluster.prefills else "colocated"
             return GatewayMachine(self.me, limits, "adaptive" if slo else mode)
@@ -337,6 +339,9 @@ class Process:
 
     def _execute(self, command: object) -> None:
         match command:
+            case Send(peer, BlocksChanged() | BlocksWanted() | BlocksListed() as message):
+                transport = self.transport
+                self.cluster.news_go(lambda: transport.send(peer, message))
             case Send(peer, message):
                 self.transport.send(peer, message)
             case CallLedger(op):

@@ -26,6 +26,7 @@ from baton.gateway.attempts import Attempts
 from baton.gateway.session import Session
 from baton.gateway.unknown import UnknownSweep
 from baton.ports.channel import BlockCheck
+from baton.router.prefixes import PrefixIndex
 from baton.sim.channel import SimArena, SimMapped
 from baton.sim.ledger import LedgerModel
 from baton.sim.network import Faults
@@ -180,6 +181,19 @@ def any_router_at_the_gateway(patch: Patch) -> None:
     patch.setattr(Attempts, "received", mutant)
 
 
+def no_gaps_in_the_news(patch: Patch) -> None:
+    changed = PrefixIndex.changed
+
+    def mutant(self: PrefixIndex, peer: Any, message: Any, now: float) -> str:
+        known = self.known.get(peer)
+        if known is not None and known.number is not None:
+            known.number = message.number - 1
+        return changed(self, peer, message, now)
+
+    patch.setattr(PrefixIndex, "changed", mutant)
+    patch.setattr(PrefixIndex, "told", lambda self, peer, number, now: "")
+
+
 STALLING = Scenario(
     prefills=2, blocks=20, requests=40, spread_s=8.0, cancels=8, stalls=6, freezes=2
 )
@@ -265,6 +279,11 @@ MUTATIONS = {
         no_look_for_unknown_records,
         Scenario(decodes=2, gateways=2, requests=40, fail_overs=3),
         ('left behind: ["ledger: ',),
+    ),
+    "routers do not look at the numbers of changes": Mutation(
+        no_gaps_in_the_news,
+        Scenario(decodes=2, routers=2, blocks=32, requests=40, news_lost=0.3),
+        ("does not know its blocks",),
     ),
     "blocks dropped in mid step are lost": Mutation(
         no_end_of_a_drop,

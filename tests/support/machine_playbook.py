@@ -4,8 +4,8 @@
     play.feed(Received(router, reserve), Send(prefill, ticket), Send(router, reserved))
 
 The machine's ``check`` runs after every event. Where commands differ from those named, the failure
-shows both, line by line. What every event may bring along (notes, measures, status to the routers,
-block marks, the record of steps) is left out of the comparison and kept in ``play.all``.
+shows both, line by line. What every event may bring along (notes, measures, status and news of
+blocks, block marks, the record of steps) is left out of the comparison and kept in ``play.all``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from baton.ports.driving import CallLedger, Measure, Note, RecordStep, Send
 from baton.ports.ledger import FindOrphans, FindOwned
 from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.runtime.catalogue import CATALOGUE
-from baton.wire.messages import PoolStatus, RequestSpec, WorkerStatus
+from baton.wire.messages import (
+    BlocksChanged,
+    BlocksWanted,
+    PoolStatus,
+    RequestSpec,
+    WorkerStatus,
+)
 from support.held import holdings
 
 T = TypeVar("T")
@@ -149,7 +155,7 @@ def _aside(command: object) -> bool:
     if is_look(command):
         return True
     if isinstance(command, Send):
-        return isinstance(command.message, WorkerStatus | PoolStatus)
+        return isinstance(command.message, WorkerStatus | PoolStatus | BlocksChanged | BlocksWanted)
     return (
         isinstance(command, Note | Measure | RecordStep) or type(command).__name__ == "MarkBlocks"
     )

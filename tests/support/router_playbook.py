@@ -9,13 +9,17 @@ from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
+from baton.core.prefix import chain_of, short_names
 from baton.core.slo import Slo
 from baton.ports.driving import CallLedger, LedgerAnswered, Send
 from baton.ports.ledger import AdmitRequest, Done, PlaceRequest, RetryRequest
 from baton.router.balance import Policy
 from baton.router.machine import RouterMachine
+from baton.router.placement import BlockNaming
+from baton.router.spread import PlacementRule
 from baton.wire.messages import (
     AssignPrefill,
+    BlocksListed,
     CancelWork,
     FenceRequest,
     RequestFenced,
@@ -26,7 +30,7 @@ from baton.wire.messages import (
     WorkerStatus,
     WorkFailed,
 )
-from support.machine_playbook import Like, Playbook, request, sent
+from support.machine_playbook import Like, Playbook, ids, request, sent
 
 ME, G = Peer("router-0", 1), Peer("gateway-0", 2)
 P, P1 = Peer("prefill-0", 3), Peer("prefill-1", 4)
@@ -36,7 +40,7 @@ ROLES = {
     **{G: Role.GATEWAY, P: Role.PREFILL, P1: Role.PREFILL},
     **{D: Role.DECODE, D1: Role.DECODE, D_AGAIN: Role.DECODE, D1_AGAIN: Role.DECODE},
 }
-SIZE = 16
+SIZE, ROOT = 16, b"root"
 R = RequestState
 
 
@@ -54,9 +58,19 @@ class Router(Playbook):
         blocks: int = 64,
         slo: Slo | None = None,
         roles: Policy | None = None,
+        rule: PlacementRule = "prefix",
+        split: bool = True,
         **limits: Any,
     ) -> None:
-        machine = RouterMachine(ME, Limits(**limits), split=slo is None, slo=slo, roles=roles)
+        machine = RouterMachine(
+            ME,
+            Limits(**limits),
+            split=split and slo is None,
+            slo=slo,
+            roles=roles,
+            naming=BlockNaming(ROOT, SIZE),
+            rule=rule,
+        )
         super().__init__(machine)
         self.feed(LeaseChanged(LeaseState.HELD))
         self.up(G, Role.GATEWAY)
@@ -80,6 +94,11 @@ class Router(Playbook):
             status |= {"blocks_total": blocks, "blocks_free": blocks if free is None else free}
             status = {"writers": (P, P1), "mixed": not self.machine.split, **status}
         self.hear(worker, WorkerStatus(**status), *expected)
+
+    def stores(self, worker: Peer, tokens: int, number: int = 1) -> None:
+        """It lists the full blocks of the prompt of :func:`spec` as what it has cached."""
+        names = short_names(chain_of(ROOT, ids(*range(tokens)), SIZE))
+        self.do_hear(worker, BlocksListed(number, 0, names))
 
     def submit(self, spec: RequestSpec, *expected: object) -> None:
         self.hear(G, SubmitRequest(spec), *expected)

@@ -162,6 +162,30 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     assert pool.match(names) == blocks[:2]
 
 
+def test_the_pool_tells_which_names_came_and_went() -> None:
+    """What came and went since the last time is not told; what went and came neither."""
+    pool = BlockPool(2)
+    one, other = bytes([1]) * 16, bytes([2]) * 16
+    (block,) = pool.grow(1) or []
+    pool.seal(block, one, 7)
+    assert pool.renamed and pool.take_renamed() == ([one], [])
+    assert not pool.renamed and pool.named_in(0, 2) == [one]
+    pool.release([block])
+    fresh = pool.grow(2) or []
+    pool.seal(fresh[0], other, 7)
+    assert pool.take_renamed() == ([other], [one])
+    pool.release(fresh)
+    (block,) = pool.reserve(1, epoch=1, writer=7) or []
+    again = pool.grow(1) or []
+    pool.seal(again[0], other, 7)
+    assert pool.take_renamed() == ([], [])
+    pool.fill([block])
+    pool.announce(block, one, 7)
+    assert not pool.renamed and pool.named_in(0, 2) == [other]
+    pool.settle(block)
+    assert pool.take_renamed() == ([one], [])
+
+
 def test_cached_block_with_a_reader_is_not_evicted() -> None:
     """A block that another process reads stays what it is, though nobody here uses it."""
     pool = BlockPool(1)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from baton.core.prefix import block_names, chain_of, chain_root
+from baton.core.prefix import block_names, chain_of, chain_root, numbers_of, short_names
 from support.engine_steps import child_env
 
 IDS = bytes(range(160))
@@ -42,3 +42,11 @@ def test_a_name_is_that_of_everything_before() -> None:
     assert not set(block_names(root, changed, 16)) & set(names)
     assert block_names(root, IDS[:-4], 16)[:2] == names[:2]
     assert block_names(root, IDS[:-4], 16)[2] != names[2]
+
+
+def test_a_short_name_is_one_number_here_and_there() -> None:
+    """What a decode worker tells is what a router makes of the same ids."""
+    names = chain_of(chain_root("model"), IDS, 4)
+    numbers = numbers_of(short_names(names))
+    assert len(set(numbers)) == len(names) == len(numbers)
+    assert [number.to_bytes(8, sys.byteorder) for number in numbers] == [n[:8] for n in names]

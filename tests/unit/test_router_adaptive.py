@@ -68,6 +68,7 @@ def test_what_is_nearly_all_cached_goes_straight_to_decode() -> None:
     play = Adaptive()
     play.says(D, **busy(8))
     play.place(spec("a", 500), D, P)
+    play.stores(D, 500)
     play.says(D, **busy(8))
     play.place(spec("b", 500), D, None)
 
@@ -158,6 +159,7 @@ def test_a_long_prefix_leads_to_the_worker_that_has_it_until_that_is_overloaded(
     """What is cached need not be computed; a worker with a long queue is not worth it."""
     play = Adaptive((P, D, D1))
     play.place(spec("a", 500, max_tokens=5), D, P)
+    play.stores(D, 500)
     play.says(D, **busy(1))
     play.says(D1, **busy(1))
     longer = spec("b", 600, max_tokens=5)

@@ -114,9 +114,10 @@ def test_failures_of_its_own_slow_the_next_attempt_down() -> None:
 
 def test_only_who_was_in_the_step_is_blamed_for_a_workers_death() -> None:
     """(9) The successor says who was; from all others the blame is taken back."""
-    play = Router((P, D, D1))
+    play = Router((P, D))
     for name in ("a", "b"):
         play.place(spec(name))
+    play.ready(D1)
     play.do_lose(D)
     entries = play.machine.state.entries
     assert [len(entries[name].blames) for name in ("a", "b")] == [1, 1]

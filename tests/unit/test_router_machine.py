@@ -46,7 +46,6 @@ from support.router_playbook import (
     CANCELLED,
     COMPLETED,
     D1,
-    D1_AGAIN,
     D_AGAIN,
     FENCE,
     P1,
@@ -214,23 +213,6 @@ def test_a_worker_that_is_gone_when_the_ledger_answers_gets_nothing() -> None:
     play.feed(LedgerAnswered(place, Done(1, R.PLACED)), FENCE)
     play.retried()
     play.ready(D1, call(PlaceRequest, epoch=2, decode=D1))
-
-
-def test_a_prefix_leads_to_the_worker_that_has_it_even_after_its_restart() -> None:
-    """Its memory outlives its process, so what was sent there once is best sent there again."""
-    play = Router(workers=(P, D1))
-    prompt = tuple(range(1, 70))
-    play.place(request("a", prompt, gateway=G), decode=D1)
-    play.ready(D)
-    play.ready(D1)
-    assert play.machine.state.entries["a"].decode == D1
-    play.place(request("b", prompt, gateway=G), decode=D1)
-    for name in ("a", "b"):
-        play.hear(G, RequestEnded(name, 1, Outcome(Ending.COMPLETED)))
-    play.lose(D1, gone=True)
-    play.ready(D1_AGAIN)
-    play.place(request("c", prompt, gateway=G), decode=D1_AGAIN)
-    play.place(request("d", (7,) * 69, gateway=G), decode=D)
 
 
 # --- attempts that end ----------------------------------------------------------------------------

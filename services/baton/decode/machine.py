@@ -3,8 +3,9 @@
 Decides per request on this worker; placement is the router's, the client's end the gateway's. What
 is taken in is decided in ``admission.py``, the hand-over in ``handover.py``, what comes from other
 decode workers in ``imports.py`` and what goes to them in ``departure.py``, batching and memory in
-``scheduler.py``, what gateways are sent in ``output.py``; here is who calls whom when. Every
-message names its epoch; what is older than the sequence's own is dropped.
+``scheduler.py``, what gateways are sent in ``output.py``, what routers hear of blocks in
+``news.py``; here is who calls whom when. Every message names its epoch; what is older than the
+sequence's own is dropped.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from baton.decode.io import (
     StepFinished,
     WriterProbed,
 )
+from baton.decode.news import BlockNews
 from baton.decode.output import Output
 from baton.decode.readers import Readers
 from baton.decode.scheduler import Scheduler
@@ -55,6 +57,7 @@ from baton.wire.messages import (
     AnyMessage,
     ArenaMapped,
     ArenaRef,
+    BlocksWanted,
     CancelWork,
     ChunkAnnounced,
     DecodeReserved,
@@ -126,7 +129,8 @@ class DecodeMachine:
         self.imports = Imports(self.state)
         self.admission = Admission(self.state, self.handover, self.imports, self.scheduler)
         self.output = Output(self.state)
-        self.view = View(self.state, self.handover, self.scheduler)
+        self.news = BlockNews(self.state)
+        self.view = View(self.state, self.handover, self.scheduler, self.news)
         self.readers = Readers(self.state, self.output, self.scheduler)
         self.departure = Departure(self.state)
         self.left = left
@@ -156,6 +160,8 @@ class DecodeMachine:
             times.append(self.handover.probe_at)
         if self.departure.due is not None:
             times.append(self.departure.due)
+        if (due := self.news.deadline()) is not None:
+            times.append(due)
         return min(times)
 
     def check(self) -> None:
@@ -241,6 +247,8 @@ class DecodeMachine:
                 self._adopted(peer, message, now)
             case WorkAsked():
                 self._asked(peer, message)
+            case BlocksWanted(start):
+                self.news.list_from(peer, start)
             case RequestEnded():
                 self._ended(peer, message)
             case TokensBounded():
@@ -654,7 +662,9 @@ class DecodeMachine:
     def _report(self, now: float) -> None:
         """Tell the routers, at every beat and when what matters to placement has changed."""
         # Growth alone is told with the next beat: the router is not on the token path.
-        if not self.beacon.must_tell((*self.view.load(), self.placements), now):
+        due = self.beacon.must_tell((*self.view.load(), self.placements), now)
+        self.news.tell(now, at_once=due)
+        if not due:
             return
         status = self.worker_status(now)
         for peer, member in self.state.peers.items():

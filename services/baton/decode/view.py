@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from baton.core.lifecycles import LeaseState
 from baton.decode.handover import Handover
+from baton.decode.news import BlockNews
 from baton.decode.scheduler import Scheduler
 from baton.decode.sequence import Stage
 from baton.decode.state import State
@@ -21,10 +22,13 @@ _WAITING = (Stage.REMOTE, Stage.LOCAL, Stage.IMPORTING)
 class View:
     """One decode worker, looked at."""
 
-    def __init__(self, state: State, handover: Handover, scheduler: Scheduler) -> None:
+    def __init__(
+        self, state: State, handover: Handover, scheduler: Scheduler, news: BlockNews
+    ) -> None:
         self.state = state
         self.handover = handover
         self.scheduler = scheduler
+        self.news = news
 
     def load(self) -> tuple[object, ...]:
         """Return what routers hear of soon when it changes."""
@@ -59,6 +63,7 @@ class View:
             growth_blocks=figures.growth_blocks(sequences, limits.growth_tokens),
             handover_us=round(figures.handover_s.value * 1e6),
             mixed=self.state.mixed,
+            blocks_told=self.news.number,
         )
 
     def gauges(self) -> Mapping[str, float]:

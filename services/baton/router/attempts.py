@@ -246,6 +246,7 @@ class Attempts:
             self.forecasts.placed(entry, place, now)
             entry.phase = Phase.PLACING
             entry.decode, entry.prefill = place.decode, place.prefill
+            entry.expected = place.cached
             entry.ledger_since = now
             self.state.note("chosen", entry, decode=str(place.decode), why=place.why)
             self.ask_again(entry, now)
@@ -377,6 +378,7 @@ class Attempts:
         self.verdicts.cancel_work(entry, reason)
         self.moves.offered.pop(entry.spec.request_id, None)
         self.state.queue.remove(entry)
+        self.state.placement.left(entry)
         entry.phase = Phase.FENCING
         if entry.recovering_since is None:
             entry.recovering_since = lost_at
@@ -407,6 +409,7 @@ class Attempts:
             entry.reserved = True
             entry.refusals = 0
             self.moves.settled(entry)
+            self.forecasts.reserved(entry, message.cached_tokens)
 
     def move_offered(self, peer: Peer, message: MoveOffered) -> None:
         """A draining decode worker would give it away."""

@@ -11,13 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.ids import Peer
-from baton.core.prefix import chain_of
+from baton.core.prefix import chain_of, numbers_of, short_names
 from baton.router.forecasts import Forecast
 from baton.wire.messages import RequestFailed, RequestRefused, RequestSpec
-
-#: Full blocks of a prompt that count for prefix affinity: the first 1,024 tokens.
-AFFINITY_BLOCKS = 64
-AFFINITY_BLOCK_TOKENS = 16
 
 
 class Phase(Enum):
@@ -114,7 +110,12 @@ class Entry:
     """Output ids that its gateway had when it was adopted."""
     gateway_gone: bool = False
     """That gateway is dead; another one may resume the request within its window."""
-    chains: list[bytes] = field(default_factory=list)
+    names: tuple[int, ...] = ()
+    """Of the leading full blocks of prompt and output that may be cached; see :meth:`name`."""
+    named: int = -1
+    """Bytes of ids when they were named."""
+    expected: int | None = None
+    """Tokens that should be cached where it was just placed, until decode says."""
     source: str = ""
     """The decode worker whose arena has its KV; empty: none that could be of use."""
     source_host: str = ""
@@ -126,8 +127,15 @@ class Entry:
 
     @classmethod
     def create(cls, spec: RequestSpec, now: float) -> Entry:
-        chains = chain_of(b"", spec.prompt, AFFINITY_BLOCK_TOKENS, AFFINITY_BLOCKS)
-        return cls(spec=spec, arrived=now, ledger_since=now, chains=chains)
+        return cls(spec=spec, arrived=now, ledger_since=now)
+
+    def name(self, root: bytes, block_size: int, blocks_max: int) -> tuple[int, ...]:
+        """Return the names of its blocks; the last token is always computed."""
+        ids = self.spec.prompt + self.output
+        if self.named != len(ids):
+            chain = chain_of(root, ids[:-4], block_size, blocks_max)
+            self.names, self.named = tuple(numbers_of(short_names(chain))), len(ids)
+        return self.names
 
     @property
     def suspect(self) -> bool:

@@ -47,6 +47,15 @@ class Forecasts:
             chosen, *others = place.estimates
             entry.forecast = Forecast(chosen, tuple(others), now - entry.arrived)
 
+    def reserved(self, entry: Entry, found: int) -> None:
+        """Decode says how many tokens it has ``found`` in its prefix cache."""
+        expected, entry.expected = entry.expected, None
+        if expected is None:
+            return
+        self.state.measure("prefix_expected_tokens_total", expected)
+        self.state.measure("prefix_found_tokens_total", found)
+        self.state.measure("prefix_misjudged_tokens_total", abs(expected - found))
+
     def ended(self, entry: Entry, ttft_ms: float | None) -> None:
         """Its gateway says when the first token came, if it did."""
         forecast, choice = entry.forecast, self.state.placement.choice

@@ -28,12 +28,15 @@ from baton.router.balance import Balance, Policy
 from baton.router.entry import Entry, Phase
 from baton.router.moves import Moves
 from baton.router.orphans import OrphanSweep
-from baton.router.placement import Placement
+from baton.router.placement import BlockNaming, Placement
+from baton.router.spread import PlacementRule
 from baton.router.state import State
 from baton.router.verdicts import Verdicts
 from baton.wire.holdings import HeldRequest, Holdings
 from baton.wire.messages import (
     AnyMessage,
+    BlocksChanged,
+    BlocksListed,
     DecodeReserved,
     LastStep,
     MoveOffered,
@@ -76,10 +79,19 @@ class RouterMachine:
         local_prefill_max_tokens: int = 0,
         slo: Slo | None = None,
         roles: Policy | None = None,
+        naming: BlockNaming | None = None,
+        rule: PlacementRule = "prefix",
     ) -> None:
         """``split``: nothing is served without prefill workers; ``slo``: each request's way is
-        chosen so that it is kept; ``roles``: when workers are asked to change theirs, if at all."""
-        placement = Placement(limits, local_prefill_max_tokens=local_prefill_max_tokens, slo=slo)
+        chosen so that it is kept; ``roles``: when workers are asked to change theirs, if at all;
+        ``rule``: which of several decode workers a request goes to."""
+        placement = Placement(
+            limits,
+            local_prefill_max_tokens=local_prefill_max_tokens,
+            naming=naming or BlockNaming(),
+            rule=rule,
+            slo=slo,
+        )
         self.state = State(me, limits, placement)
         self.moves = Moves(self.state)
         self.verdicts = Verdicts(self.state, self.moves)
@@ -107,6 +119,8 @@ class RouterMachine:
         if self.balance is not None:
             self.balance.time_passed(now)
         self._tell_pool()
+        for peer, wanted in self.state.placement.prefixes.to_ask(now):
+            self.state.send(peer, wanted)
         if not self.state.entries:
             self.tick_at = None
         elif self.tick_at is None:
@@ -117,7 +131,8 @@ class RouterMachine:
 
     def deadline(self) -> float | None:
         balance_at = None if self.balance is None else self.balance.next_at
-        dues = (self.tick_at, self.drain_due, self.orphans.next_at, balance_at)
+        asks_at = self.state.placement.prefixes.deadline()
+        dues = (self.tick_at, self.drain_due, self.orphans.next_at, balance_at, asks_at)
         times = [time for time in dues if time is not None]
         return min(times, default=None)
 
@@ -129,6 +144,11 @@ class RouterMachine:
         for entry in self.state.entries.values():
             assert (entry.phase is not Phase.PLACED) or entry.decode is not None
             assert entry.epoch >= 1
+        for view in self.state.placement.workers.values():
+            for request_id, entry in view.sent.items():
+                assert self.state.entries.get(request_id) is entry, f"{request_id} is not there"
+                assert entry.decode == view.peer and entry.phase in (Phase.PLACING, Phase.PLACED)
+        self.state.placement.prefixes.check()
         self.moves.check()
 
     # --- events -------------------------------------------------------------------------------
@@ -175,6 +195,12 @@ class RouterMachine:
                 view = self.state.placement.workers.get(peer)
                 if view is not None:
                     view.refresh(message)
+                    prefixes = self.state.placement.prefixes
+                    self._missed(peer, prefixes.told(peer, message.blocks_told, now))
+            case BlocksChanged():
+                self._missed(peer, self.state.placement.prefixes.changed(peer, message, now))
+            case BlocksListed():
+                self._missed(peer, self.state.placement.prefixes.listed(peer, message, now))
             case DecodeReserved():
                 self.attempts.reserved(peer, message)
             case WorkRefused():
@@ -200,6 +226,16 @@ class RouterMachine:
         if entry is not None and entry.spec.gateway == gateway:
             self.attempts.forecasts.ended(entry, message.ttft_ms)
         self.verdicts.ended(gateway, message)
+
+    def _missed(self, worker: Peer, why: str) -> None:
+        """More or less is known of a worker's blocks: who waits may have another way. ``why``
+        nothing is known any more, if that is so."""
+        view = self.state.placement.workers.get(worker)
+        if view is not None:
+            view.changes += 1
+        if why:
+            self.state.measure("prefix_resyncs_total", reason=why)
+            self.state.emit(Note("blocks_missed", {"worker": str(worker), "reason": why}))
 
     def _tell_pool(self) -> None:
         """Tell the gateways whether a request could be served, when that has changed."""
@@ -378,6 +414,7 @@ class RouterMachine:
             "num_requests_running": float(placed),
             "num_requests_waiting": float(len(phases) - placed - phases.count(Phase.CLOSING)),
             "queue_tokens": float(self.state.queue.tokens),
+            "prefix_index_blocks": float(self.state.placement.prefixes.total),
         }
 
     def status(self) -> dict[str, object]:

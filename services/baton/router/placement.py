@@ -1,12 +1,14 @@
 """Where a request goes: which decode worker, and which prefill worker if any.
 
-Decides from what workers last said of themselves, corrected by what was sent to them since. The
-last word is decode's own reservation; a wrong guess here costs a round trip, never correctness.
+Decides from what workers last said of themselves, corrected by what was sent to them since; which
+decode workers are looked at, in ``spread.py``; what they have cached, in ``prefixes.py``. The last
+word is decode's own reservation; a wrong guess here costs a round trip, never correctness.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -16,14 +18,13 @@ from baton.core.limits import Limits
 from baton.core.outcomes import Reason
 from baton.core.slo import Slo
 from baton.router.choice import Choice
-from baton.router.entry import AFFINITY_BLOCK_TOKENS, Entry
+from baton.router.entry import Entry
 from baton.router.estimate import Estimate, Need
+from baton.router.prefixes import PrefixIndex
+from baton.router.spread import COMING_WEIGHT, Found, PlacementRule, Spread, common, held
 from baton.router.workers import Health, WorkerView
 from baton.wire.messages import RequestSpec, WorkerStatus
 
-#: Prefix names remembered, over all workers, and no more than their arenas hold; the oldest are
-#: forgotten.
-AFFINITY_NAMES_MAX = 65_536
 #: Who waits is looked at again after that time, whatever was heard.
 AGAIN_S = 0.045
 #: Names of workers whose health is remembered; the one seen longest ago is forgotten first.
@@ -40,9 +41,19 @@ class Place:
     """Decode has, or imports, what an earlier attempt computed."""
     why: str = ""
     """In words, for people."""
+    cached: int | None = None
+    """Tokens that decode should have cached; ``None``: that was not the question."""
     estimates: tuple[Estimate, ...] = ()
     """What was expected of this way and, after it, of others; empty where nothing is known yet, or
     nothing was estimated."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNaming:
+    """How every process of the pool names blocks."""
+
+    root: bytes = b""
+    block_size: int = 16
 
 
 class Placement:
@@ -50,9 +61,18 @@ class Placement:
     by estimates."""
 
     def __init__(
-        self, limits: Limits, *, local_prefill_max_tokens: int, slo: Slo | None = None
+        self,
+        limits: Limits,
+        *,
+        local_prefill_max_tokens: int,
+        naming: BlockNaming,
+        rule: PlacementRule,
+        slo: Slo | None = None,
     ) -> None:
         self.limits = limits
+        self.naming = naming
+        self.spread = Spread(limits, rule)
+        self.prefixes = PrefixIndex(limits)
         self.local_prefill_max_tokens = local_prefill_max_tokens
         self.choice = None if slo is None else Choice(slo, limits, local_prefill_max_tokens)
         self.workers: dict[Peer, WorkerView] = {}
@@ -62,9 +82,6 @@ class Placement:
         self.passed_at = 0.0
         self._healths: OrderedDict[str, Health] = OrderedDict()
         """By worker_id."""
-        #: Prefix name -> the decode worker that last computed it. Its memory outlives its process,
-        #: so this is its stable name.
-        self._affinity: OrderedDict[bytes, str] = OrderedDict()
 
     def of(self, role: Role) -> list[WorkerView]:
         return [view for view in self.workers.values() if view.role is role]
@@ -97,10 +114,13 @@ class Placement:
             self._healths.popitem(last=False)
         status = WorkerStatus(accepting=False)
         self.workers[peer] = WorkerView(peer, member.role, status, now, member.boot_id, health)
+        if member.role is Role.DECODE:
+            self.prefixes.meet(peer, now)
 
     def forget(self, peer: Peer, now: float, *, lives: bool) -> None:
-        """A worker is gone, or its link is; what it had in its cache its successor has."""
+        """A worker is gone, or its link is; what is in its successor's cache that one tells."""
         view = self.workers.pop(peer)
+        self.prefixes.forget(peer)
         self.losses += 1
         if not lives and not view.leaving:
             view.health.died(now)
@@ -158,27 +178,29 @@ class Placement:
         decodes = [view for view in self._usable(Role.DECODE, now) if self._fits(view, entry)]
         if not decodes:
             return None
+        found = {view.peer: self._found(view, entry) for view in decodes}
         near = [view for view in decodes if _near(view, entry)]
         if near:
             # Where it is in place first, then where it only has to be copied.
-            decode = min(
-                near,
-                key=lambda v: (v.peer.worker_id != entry.source, self._cost(v, entry), v.peer),
-            )
-            where = "in its arena" if decode.peer.worker_id == entry.source else "in its reach"
-            why = f"what the lost attempt computed is {where}"
+            at_home = [view for view in near if view.peer.worker_id == entry.source]
+            decode = self.spread.best(entry, at_home or near, found)
+            why = f"what the lost attempt computed is in its {'arena' if at_home else 'reach'}"
             return Place(decode.peer, None, reuse=True, why=why)
         prefills = self._usable(Role.PREFILL, now)
-        if self.choice is not None and self.choice.knows(self.workers.values()):
-            return self._estimated(entry, decodes, prefills, now)
-        decode = min(decodes, key=lambda view: (self._cost(view, entry), view.peer))
-        uncached = entry.tokens - self._cached(decode, entry) * AFFINITY_BLOCK_TOKENS
-        why = self._why(decode, entry, len(decodes))
-        if not self._accepting(Role.PREFILL) or uncached <= self.local_prefill_max_tokens:
-            return Place(decode.peer, None, why=why)
+        estimated = self.choice is not None and self.choice.knows(self.workers.values())
+        decodes = self.spread.candidates(decodes, estimated=estimated)
+        if estimated:
+            return self._estimated(entry, decodes, prefills, found, now)
+        decode = self.spread.best(entry, decodes, found)
+        cached = found[decode.peer].cached
+        straight = entry.tokens - cached <= self.local_prefill_max_tokens
+        why = self._why(entry, decode, found[decode.peer], len(decodes))
+        if not self._accepting(Role.PREFILL) or straight:
+            return Place(decode.peer, None, why=why, cached=cached)
         paired = [view for view in prefills if view.peer in decode.status.writers]
         if not paired and (now - decode.since) * 1000 > self.limits.lease_ttl_ms:
-            return Place(decode.peer, None, why=why)  # none of them can write there, nor soon
+            # None of them can write there, nor soon.
+            return Place(decode.peer, None, why=why, cached=cached)
         ahead = self.limits.prefill_ahead_max
         free = [view for view in paired if view.status.waiting + view.placed < ahead]
         if not free:
@@ -186,27 +208,29 @@ class Placement:
         prefill = min(
             free, key=lambda view: (view.status.queued_tokens + view.placed_tokens, view.peer)
         )
-        return Place(decode.peer, prefill.peer, why=why)
+        return Place(decode.peer, prefill.peer, why=why, cached=cached)
 
     def _estimated(
-        self, entry: Entry, decodes: list[WorkerView], prefills: list[WorkerView], now: float
+        self,
+        entry: Entry,
+        decodes: list[WorkerView],
+        prefills: list[WorkerView],
+        found: Mapping[Peer, Found],
+        now: float,
     ) -> Place | None:
         assert self.choice is not None
         waited_s = now - entry.arrived
-        needs = []
-        for view in decodes:
-            # What an attempt that is over was to have computed may not be there.
-            cached = 0 if entry.placed_once else self._cached(view, entry) * AFFINITY_BLOCK_TOKENS
-            needs.append(Need(entry.tokens, min(cached, entry.tokens - 1), waited_s))
-        costs = [self._cost(view, entry) for view in decodes]
-        found = self.choice.choose(list(zip(decodes, needs, costs, strict=True)), prefills)
-        if found is None:
+        needs = [Need(entry.tokens, found[view.peer].cached, waited_s) for view in decodes]
+        costs = [self.spread.cost(entry, view, found[view.peer]) for view in decodes]
+        ways = self.choice.choose(list(zip(decodes, needs, costs, strict=True)), prefills)
+        if ways is None:
             return None
-        best, *others = found
-        why = best.words()
+        best, *others = ways
+        cached = found[best.decode].cached
+        why = f"{best.words()}, {cached} tokens cached"
         if others:
             why += "; other ways: " + "; ".join(way.words() for way in others)
-        return Place(best.decode, best.prefill, why=why, estimates=found)
+        return Place(best.decode, best.prefill, why=why, cached=cached, estimates=ways)
 
     def has_room(self, entry: Entry, now: float) -> bool:
         """Whether a decode worker could take ``entry`` in now."""
@@ -226,18 +250,20 @@ class Placement:
         decode = self.workers[place.decode]
         decode.given()
         decode.placed_blocks += self._blocks(decode, entry)
+        rest = entry.tokens - (place.cached or 0)
         if place.prefill is not None:
             prefill = self.workers[place.prefill]
             prefill.given()
-            prefill.placed_tokens += entry.tokens
+            prefill.placed_tokens += rest
         else:
-            decode.placed_tokens += entry.tokens
-        for chain in entry.chains:
-            self._affinity[chain] = place.decode.worker_id
-            self._affinity.move_to_end(chain)
-        held = sum(view.capacity_tokens for view in self.of(Role.DECODE)) // AFFINITY_BLOCK_TOKENS
-        while len(self._affinity) > min(AFFINITY_NAMES_MAX, held):
-            self._affinity.popitem(last=False)
+            decode.placed_tokens += rest
+        decode.sent[entry.spec.request_id] = entry
+        self.spread.last = place.decode.worker_id
+
+    def left(self, entry: Entry) -> None:
+        """Its decode worker does not have it any more, or is told so."""
+        if entry.decode in self.workers:
+            self.workers[entry.decode].sent.pop(entry.spec.request_id, None)
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -255,42 +281,36 @@ class Placement:
 
     def _fits(self, view: WorkerView, entry: Entry) -> bool:
         status = view.status
-        held = status.running + status.waiting + view.placed
         whole = entry.tokens + max(0, entry.remaining)
-        if held >= self.limits.reservations_max or view.capacity_tokens < whole:
+        there = held(view)
+        if there >= self.limits.reservations_max or view.capacity_tokens < whole:
             return False
         growth = 0
-        if held:
+        if there:
             growth_tokens = min(self.limits.growth_tokens, entry.remaining)
             growth = -(-growth_tokens // max(1, status.block_size))
-        if held and self.choice is not None and not entry.placed_once:
+        if there and self.choice is not None and not entry.placed_once:
             # What is there will grow too: room for that, before this one costs anything.
             growth += status.growth_blocks
         return view.free_blocks >= self._blocks(view, entry) + growth
 
-    def _cached(self, view: WorkerView, entry: Entry) -> int:
-        """Leading blocks of the prompt that ``view`` probably still has."""
-        count = 0
-        for chain in entry.chains:
-            if self._affinity.get(chain) != view.peer.worker_id:
-                break
-            count += 1
-        return count
+    def _found(self, view: WorkerView, entry: Entry) -> Found:
+        """Return what ``view`` has of the prompt, and will have."""
+        size = self.naming.block_size
+        names = entry.name(self.naming.root, size, self.limits.prefix_lookup_blocks_max)
+        cached = hoped = self.prefixes.leading(view.peer, names) * size
+        for other in view.sent.values():
+            more = common(names, other.names) * size - cached
+            weight = 1.0 if other.prefill is None else COMING_WEIGHT
+            hoped = max(hoped, cached + int(weight * more))
+        return Found(cached, hoped)
 
-    def _why(self, view: WorkerView, entry: Entry, choices: int) -> str:
-        cached = self._cached(view, entry) * AFFINITY_BLOCK_TOKENS
-        return (
-            f"least cost {self._cost(view, entry):.2f} of {choices}: {view.free_blocks} blocks "
-            f"free, about {cached} tokens cached"
-        )
-
-    def _cost(self, view: WorkerView, entry: Entry) -> float:
-        """Load and memory in use, each 0..1, less the share of the prompt that is cached."""
-        status = view.status
-        load = (status.running + status.waiting + view.placed) / self.limits.batch_sequences_max
-        used = 1 - max(0, view.free_blocks) / max(1, status.blocks_total)
-        cached = self._cached(view, entry) * AFFINITY_BLOCK_TOKENS / max(1, entry.tokens)
-        return load + used - cached
+    def _why(self, entry: Entry, view: WorkerView, found: Found, choices: int) -> str:
+        cost = self.spread.cost(entry, view, found)
+        words = f"{view.free_blocks} blocks free, {found.cached} tokens cached"
+        if found.hoped > found.cached:
+            words += f", {found.hoped} hoped for"
+        return f"{self.spread.rule}: cost {cost:.2f} of {choices}: {words}"
 
 
 def _near(view: WorkerView, entry: Entry) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from baton.core.ids import Role
+from baton.core.prefix import chain_root
 from baton.engine.info import ModelNotPrepared
 from baton.router.balance import Policy
 from baton.router.machine import RouterMachine
+from baton.router.placement import BlockNaming
 from baton.runtime.logs import FilteringBoundLogger
 from baton.runtime.model import served_model
 from baton.runtime.roles import first_role
@@ -35,6 +37,8 @@ def build(context: Context) -> Service:
         local_prefill_max_tokens=config.router.local_prefill_max_tokens,
         slo=config.adaptive_slo(),
         roles=_policy(config),
+        naming=BlockNaming(chain_root(repr(model.compat)), model.layout.block_size),
+        rule=config.router.placement,
     )
     return Service(machine=machine, compat=model.compat, model_name=model.name)
 

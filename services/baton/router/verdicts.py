@@ -60,6 +60,7 @@ class Verdicts:
         """Kept until the gateway says how it ended, so that a repeated submit starts nothing; at
         most as long as the ledger's record would answer that as well."""
         self.state.queue.remove(entry)
+        self.state.placement.left(entry)
         self.moves.settled(entry)
         entry.phase = Phase.CLOSING
         entry.closed_at = now
@@ -121,5 +122,6 @@ class Verdicts:
     def forget(self, entry: Entry) -> None:
         """Nothing is known of it here any more."""
         self.state.queue.remove(entry)
+        self.state.placement.left(entry)
         self.moves.settled(entry)
         self.state.entries.pop(entry.spec.request_id, None)

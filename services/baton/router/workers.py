@@ -6,9 +6,13 @@ Decides how long one that failed, or ended again and again, is left alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from baton.core.ids import Peer, Role
 from baton.wire.messages import WorkerStatus
+
+if TYPE_CHECKING:
+    from baton.router.entry import Entry
 
 AVOID_FIRST_S = 0.2
 AVOID_MAX_S = 10.0
@@ -61,6 +65,8 @@ class WorkerView:
     placed_tokens: int = 0
     leaving: bool = False
     """It took work and says that it takes no more: its end is no failure."""
+    sent: dict[str, Entry] = field(default_factory=dict)
+    """Requests that this router placed there and that have not left."""
     changes: int = 0
     """Counts whatever was heard of it or given to it."""
 

@@ -51,6 +51,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._held_cached = 0
         self._dirty: dict[int, None] = {}
+        #: Names that came into the index (True) or left it since :meth:`take_renamed`.
+        self._renamed: dict[bytes, bool] = {}
 
     @classmethod
     def restored(cls, blocks: Sequence[Block], cached: Sequence[int]) -> BlockPool:
@@ -100,6 +102,25 @@ class BlockPool:
         dirty = list(self._dirty)
         self._dirty.clear()
         return dirty
+
+    def named_in(self, start: int, count: int) -> list[bytes]:
+        """Return the names of the sealed blocks among ``start`` .. ``start + count - 1``."""
+        blocks = self.blocks[start : start + count]
+        return [block.chain for block in blocks if block.chain and block.state is not B.ANNOUNCED]
+
+    @property
+    def renamed(self) -> bool:
+        """Whether a name has come or gone since :meth:`take_renamed`."""
+        return bool(self._renamed)
+
+    def take_renamed(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the names that came and those that went since the last call; what did both, did
+        neither. Bounded: a name that came is in the index, one that went was when this was last
+        called."""
+        came = [name for name, there in self._renamed.items() if there]
+        gone = [name for name, there in self._renamed.items() if not there]
+        self._renamed.clear()
+        return came, gone
 
     # --- taking -------------------------------------------------------------------------------
 
@@ -184,6 +205,7 @@ class BlockPool:
         block.checksum = 0
         if chain not in self._index:
             self._index[chain] = number
+            self._rename(chain, there=True)
             block.chain, block.checksum = chain, checksum
             self._dirty[number] = None
 
@@ -247,11 +269,16 @@ class BlockPool:
         self._become(number, B.FREE)
         if block.chain:
             del self._index[block.chain]
+            self._rename(block.chain, there=False)
             block.chain, block.checksum = b"", 0
         assert block.generation < GENERATION_MAX, "a block's generation ran out"
         block.generation += 1
         block.epoch = block.writer = 0
         self._free_list.append(number)
+
+    def _rename(self, chain: bytes, *, there: bool) -> None:
+        if self._renamed.pop(chain, there) == there:
+            self._renamed[chain] = there
 
     def _become(self, number: int, state: BlockState) -> None:
         block = self.blocks[number]

@@ -18,7 +18,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_renew_ms: int = 500
     """How often a lease is renewed and a heartbeat sent."""
     status_pause_ms: int = 50
-    """Shortest time between two status messages of a worker to a router."""
+    """Shortest time between two status messages of a worker to a router, and between two that tell
+    which blocks have come and gone."""
     step_hung_ms: int = 30_000
     """An engine step older than this counts as hung: the worker exits with an error."""
     start_ms: int = 600_000
@@ -44,6 +45,16 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request that waits longer than this for its first placement is refused."""
     bypass_max: int = 16
     """Requests that may be placed before one that waits for memory; then it is next."""
+    prefix_index_blocks_max: int = 262_144
+    """Blocks in decode workers' prefix caches that one router knows of, about 100 bytes each; what
+    is beyond counts as not cached."""
+    prefix_lookup_blocks_max: int = 4_096
+    """Leading blocks of a request that a router looks up; what is beyond counts as not cached."""
+    block_names_max: int = 4_096
+    """Names of blocks in one message. When more have changed at once, routers ask the decode worker
+    for all that it has, a page of so many blocks at a time."""
+    block_page_ms: int = 1_000
+    """A page of names that a decode worker does not send in this time is asked for again."""
     ledger_wait_ms: int = 3_000
     """An admission that the ledger does not confirm in this time is refused."""
     recovery_ms: int = 9_500

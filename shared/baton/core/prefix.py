@@ -7,9 +7,12 @@ every process and run (nothing of Python's salted ``hash``).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
 
 CHAIN_BYTES = 16
+#: What routers remember of a name: two that are equal there cost time if they differ, no more.
+SHORT_BYTES = 8
 
 
 def chain_root(compat_text: str) -> bytes:
@@ -43,3 +46,14 @@ def chain_of(root: bytes, ids: bytes, block_size: int, blocks_max: int = 2**31) 
         name = chain_next(name, ids[start : start + width])
         names.append(name)
     return names
+
+
+def short_names(names: Iterable[bytes]) -> bytes:
+    """Return the beginnings of ``names``, as they travel to routers."""
+    return b"".join(name[:SHORT_BYTES] for name in names)
+
+
+def numbers_of(shorts: bytes) -> list[int]:
+    """Return the numbers that stand for :func:`short_names` in this process (no other one may see
+    them: their byte order is the machine's)."""
+    return memoryview(shorts).cast("Q").tolist()

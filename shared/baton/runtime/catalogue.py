@@ -85,6 +85,7 @@ SIDES = _values(("prefill", "decode"))
 WORKER_ROLES = _values(role.value for role in WorkerRole)
 #: A prefill worker computes the prompt, decode does, or decode goes on from what is there.
 PLACED = _values(("remote", "local", "reuse"))
+RESYNCS = _values(("gap", "too_many"))
 ERRORS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 2.0, 5.0)
 PATHS = _values(
     (
@@ -198,6 +199,15 @@ _ALL = (
     _gauge("arena_bytes", "Size of all blocks of the arena."),
     _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    _gauge("prefix_index_blocks", "Blocks in prefix caches that a router knows of."),
+    _counter(
+        "prefix_resyncs_total",
+        "Times a router asked a decode worker for all its blocks: changes missed, or too many.",
+        reason=RESYNCS,
+    ),
+    _counter("prefix_expected_tokens_total", "Tokens a router expected to be cached."),
+    _counter("prefix_found_tokens_total", "Tokens decode then found cached."),
+    _counter("prefix_misjudged_tokens_total", "Differences between the two, either way."),
     # engine
     _histogram("engine_step_seconds", "One engine step.", GAPS, kind=STEP_KINDS),
     _histogram("engine_step_tokens", "Tokens computed in one step.", TOKENS, kind=STEP_KINDS),

@@ -137,6 +137,10 @@ class RouterConfig(Section, frozen=True):
 
     local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0
     """Prompts up to this length are computed by the decode worker itself."""
+    placement: Literal["prefix", "least-loaded", "round-robin"] = "prefix"
+    """Which of several decode workers a request goes to. `prefix`: where most of its prompt is
+    cached, unless that one has much more to do; `least-loaded`: the one with the least to do;
+    `round-robin`: each in turn. The last two are there to compare."""
 
 
 class SloConfig(Section, frozen=True):

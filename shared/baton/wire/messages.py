@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from baton.core.ids import Peer, WorkerRole
 from baton.core.outcomes import FinishReason, Outcome, Reason
+from baton.core.prefix import SHORT_BYTES
 from baton.core.sampling import SamplingParams
 from baton.core.step_times import MICROS_MAX, StepCurve
 
@@ -43,6 +44,8 @@ BootTimeNs = Annotated[int, Meta(ge=0, le=2**62)]
 WRITERS_MAX = 1_024
 #: More rows than any step has.
 STEP_ROWS_MAX = 4_096
+ShortNames = Annotated[bytes, Meta(max_length=SHORT_BYTES * 2**16)]
+"""Beginnings of names of blocks (``baton.core.prefix.short_names``), one after the other."""
 
 ID_BYTES = 4
 
@@ -52,6 +55,11 @@ def _check_ids(raw: bytes) -> None:
         raise ValueError(f"{len(raw)} bytes are not a whole number of ids")
     if max(raw[ID_BYTES - 1 :: ID_BYTES], default=0) >= 0x80:
         raise ValueError("an id is not below 2**31")
+
+
+def _check_names(raw: bytes) -> None:
+    if len(raw) % SHORT_BYTES:
+        raise ValueError(f"{len(raw)} bytes are not a whole number of names")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
@@ -364,11 +372,51 @@ class WorkerStatus(Message, frozen=True):
     """Of decode: from prefill's last store to the sequence that runs, lately; 0 if unknown."""
     mixed: bool = False
     """Of decode: it may compute a prompt itself, also where a prefill worker could."""
+    blocks_told: Count = 0
+    """Of decode: number of the last :class:`BlocksChanged`."""
 
     def __post_init__(self) -> None:
         if self.blocks_free > self.blocks_total:
             raise ValueError(f"{self.blocks_free} of {self.blocks_total} blocks are free")
         self.curve.verify()
+
+
+class BlocksChanged(Message, frozen=True):
+    """decode -> every router: which blocks its prefix cache has that it had not, and has no more.
+
+    Numbered from 1 in each incarnation. A router that misses a number knows nothing any more and
+    asks for all (:class:`BlocksWanted`)."""
+
+    number: Annotated[int, Meta(ge=1, le=2**53)]
+    stored: ShortNames = b""
+    removed: ShortNames = b""
+    too_many: bool = False
+    """More than a message holds: they are not told, all has to be asked for."""
+
+    def __post_init__(self) -> None:
+        _check_names(self.stored)
+        _check_names(self.removed)
+
+
+class BlocksWanted(Message, frozen=True):
+    """router -> decode: which blocks are in your prefix cache, from ``start`` on?"""
+
+    start: BlockNumber = 0
+
+
+class BlocksListed(Message, frozen=True):
+    """decode -> router: what is in the cache of one page of blocks, as of ``number``. Later changes
+    are told on the same link behind it, so pages of different times make one whole."""
+
+    number: Count
+    """Of the last :class:`BlocksChanged` before it."""
+    start: BlockNumber
+    stored: ShortNames = b""
+    next: BlockNumber | None = None
+    """Where the next page starts; ``None``: this is the last."""
+
+    def __post_init__(self) -> None:
+        _check_names(self.stored)
 
 
 # --- decode <-> prefill: the hand-over ----------------------------------------------------------
@@ -588,6 +636,9 @@ AnyMessage = (
     | WorkAdopted
     | WorkAsked
     | WorkerStatus
+    | BlocksChanged
+    | BlocksWanted
+    | BlocksListed
     | ArenaOffered
     | ArenaMapped
     | Ticket
