@@ -19,6 +19,7 @@ from baton.bench import (
     interference,
     modes,
     peers,
+    placement,
     recovery,
     rolling,
     start,
@@ -52,6 +53,10 @@ BENCHES: dict[str, Bench] = {
         engine.page,
     ),
     "peers": (lambda quick: peers.measure(peers.QUICK if quick else peers.EFFORT), peers.page),
+    "placement": (
+        lambda quick: placement.measure(placement.QUICK if quick else placement.EFFORT),
+        placement.page,
+    ),
     "recovery": (lambda quick: recovery.measure(repeats=1 if quick else 5), recovery.page),
     "verification": (
         lambda quick: verification.measure(repeats=2 if quick else 10),
