@@ -29,7 +29,7 @@ from baton.bench.load.workload import WorkloadName, WorkloadPlan
 from baton.runtime.config import load
 
 PLACEMENTS = ("prefix", "least-loaded", "round-robin")
-MODES = ("colocated", "split", "adaptive")
+MODES = ("colocated", "split")
 #: Lengths of the trace are divided by that: a name of 512 tokens becomes two blocks of 16.
 SCALE = 16
 SETTINGS = {
@@ -59,7 +59,7 @@ class Effort:
 
 
 QUICK = Effort(rounds=1, warmup_s=5.0, seconds=15.0, rate=5.0, modes=("colocated",))
-EFFORT = Effort(rounds=1, warmup_s=30.0, seconds=90.0, rate=6.0)
+EFFORT = Effort(rounds=1, warmup_s=15.0, seconds=60.0, rate=6.0)
 
 
 class Loads:
