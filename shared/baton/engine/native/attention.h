@@ -147,9 +147,22 @@ class PartAttention {
       tile_.next[panel] = head + 1 < part_.heads ? tile_.keys[panel] + layout.head()
                                                  : keys_at(later) + part_.head * layout.head();
     }
+    if (part_.tokens > 1) ask_for(base + kTile, last, offset);
     tile_.found = (keys + kLanes - 1) / kLanes;
     keys_ = keys;
     joined_ = false;
+  }
+
+  // Asks memory for K and V of the next tile: pieces of blocks, far from each other.
+  void ask_for(int base, int last, ptrdiff_t offset) const {
+    constexpr int line = 64 / sizeof(T), panel = Product<T>::kStep * kLanes;
+    for (int at = base; at < base + kTile && at <= last; at += kLanes) {
+      const T *keys = keys_at(at) + offset, *values = values_at(at) + offset;
+      for (int d = 0; d < s_.width * kLanes; d += line) {
+        prefetch_far(keys + d / panel * tile_.stride + d % panel);
+        prefetch_far(values + d);
+      }
+    }
   }
 
   // Puts the found keys' values together. What nobody has written may be anything, and zero times that
@@ -230,7 +243,7 @@ class PartAttention {
       now[row] = std::max(now[row], top(largest(scores, columns, std::min(low, kTile), high)) * scale);
     }
     for (int row = 0; row < rows; row += kLanes)
-      store(factors + row, exp2(load(before + row) - load(now + row)));
+      store(factors + row, exp2<true>(load(before + row) - load(now + row)));
     const F16 steep = splat(scale);
     for (int row = 0; row < rows; ++row) {
       const float* scores = s_.scores + row * kTile;
@@ -238,8 +251,15 @@ class PartAttention {
       float* masses = s_.masses + (i + row) * kLanes;
       const F16 offset = splat(-now[row]);
       F16 mass = load(masses) * splat(factors[row]);
-      for (int c = 0; c < columns; c += kLanes) {
-        const F16 weight = exp2(fma(load(scores + c), steep, offset));
+      int c = 0;
+      for (; c + 2 * kLanes <= columns; c += 2 * kLanes) {
+        const F16 first = exp2<true>(fma(load(scores + c), steep, offset));
+        const F16 second = exp2<true>(fma(load(scores + c + kLanes), steep, offset));
+        mass = mass + first + second;
+        put<T>(weights + c, first, second);
+      }
+      if (c < columns) {
+        const F16 weight = exp2<true>(fma(load(scores + c), steep, offset));
         mass = mass + weight;
         put<T>(weights + c, weight);
       }
@@ -333,9 +353,10 @@ class Attention {
       const int head = number * heads_;
       return {row, head, std::min(heads_, all - head), 0, 1};
     }
-    // From the end: the last tokens see most, so what is left to the end is short.
-    const int from = (shares(row.count, tokens_) - 1 - number / all) * tokens_;
-    return {row, number % all, 1, from, std::min(tokens_, row.count - from)};
+    // Head after head, so that K and V stay in a cache for all tokens; from the end: the last tokens see
+    // most, so what is left to the end is short.
+    const int parts = shares(row.count, tokens_), from = (parts - 1 - number % parts) * tokens_;
+    return {row, number / parts, 1, from, std::min(tokens_, row.count - from)};
   }
 
   const Kv<T>& kv_;

@@ -16,17 +16,15 @@ BATON_INLINE Reg reg_max(Reg a, Reg b) { return _mm512_max_ps(a, b); }
 BATON_INLINE Reg reg_round(Reg a) {
   return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// What of x an exponential computes with; beyond the ends `reg_scale` and `reg_zero_below` are right.
+// What of x an exponential computes with: `reg_scale` looks at its ends.
 BATON_INLINE Reg reg_kept(Reg x, Reg) { return x; }
-// a * 2 ** n of whole n; infinite from 128 on. Right where that is not subnormal.
-BATON_INLINE Reg reg_scale(Reg a, Reg n) {
-  const __mmask16 beyond = _mm512_cmp_ps_mask(n, _mm512_set1_ps(128.0f), _CMP_GE_OQ);
-  return _mm512_mask_mov_ps(_mm512_scalef_ps(a, n), beyond,
-                            _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000)));
-}
-// Zero where x < least, else a.
-BATON_INLINE Reg reg_zero_below(Reg x, Reg least, Reg a) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), a);
+// a * 2 ** n of whole n: zero where x < least; infinite from n = 128 on, unless `Low`: there is none.
+template <bool Low>
+BATON_INLINE Reg reg_scale(Reg x, Reg least, Reg a, Reg n) {
+  const Reg out = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), a, n);
+  if (Low) return out;
+  const Reg infinite = _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000));
+  return _mm512_mask_mov_ps(out, _mm512_cmp_ps_mask(n, reg_splat(128.0f), _CMP_GE_OQ), infinite);
 }
 // `a` in lanes low <= lane < high, else `other`; `lane0` is the number of the first lane.
 BATON_INLINE Reg reg_between(Reg a, int lane0, int low, int high, Reg other) {
