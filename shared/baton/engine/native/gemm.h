@@ -4,11 +4,11 @@
 // each group [k / kStep][32][kStep], so that a product of few rows reads memory as one stream. Every
 // element of C is one chain of multiply-adds along k, whatever the number of rows, tile shape or
 // thread: that is row invariance, and it costs nothing. Weights of 8 and 4 bits are `quant.h`'s; with
-// tile registers full bfloat16 ones are `gemm_amx.h`'s.
+// tile registers those for bfloat16 are `gemm_amx.h`'s and `quant_amx.h`'s.
 #pragma once
 
 #include "gemm_amx.h"
-#include "quant.h"
+#include "quant_amx.h"
 
 namespace baton {
 
@@ -93,6 +93,12 @@ template <class T, class Done>
 void product(const Weights<T>& w, const Act<T>* a, ptrdiff_t lda, int m, int first, int last,
              const Done& done) {
   const auto quantised = [&](auto codes) {
+#if defined(__AMX_BF16__)
+    if constexpr (std::is_same_v<T, Bf16>) {
+      TileSlabProduct<decltype(codes)> of(w.data, a, lda, m, w.k);
+      return of.run(m, first, last, w.bias, done);
+    }
+#endif
     SlabProduct<T, decltype(codes)> of(w.data, a, lda, m, w.k);
     each_tile<kSlabRows>(m, first, last, w.bias, of, done);
   };
