@@ -40,7 +40,7 @@ class Figures:
 
     steps: StepTimes = field(default_factory=StepTimes)
     handover_s: Mean = field(default_factory=Mean)
-    """From prefill's last store to the sequence that runs."""
+    """From the end of prefill's last step to the sequence that runs."""
     answer_tokens: Mean = field(default_factory=Mean)
 
     def stepped(self, rows: Iterable[Row], seconds: float) -> None:

@@ -369,7 +369,7 @@ class WorkerStatus(Message, frozen=True):
     growth_blocks: Count = 0
     """Of decode: blocks that what it has will probably want beside those it has."""
     handover_us: Annotated[int, Meta(ge=0, le=MICROS_MAX)] = 0
-    """Of decode: from prefill's last store to the sequence that runs, lately; 0 if unknown."""
+    """Of decode: from the end of prefill's last step to the sequence that runs; 0 if unknown."""
     mixed: bool = False
     """Of decode: it may compute a prompt itself, also where a prefill worker could."""
     blocks_told: Count = 0
