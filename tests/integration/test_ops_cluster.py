@@ -78,6 +78,8 @@ def test_settings_that_differ_from_those_of_the_start_are_told_not_taken(
         assert done.returncode == code
         assert 'engine.weights = "int4"' in done.stderr
         assert 'it runs with "full"' in done.stderr
+    more = shared_cluster.baton("up", "--decode", "3")
+    assert "cluster.decode = 3 (--decode; it runs with 1)" in more.stderr
     assert {r["process"]: r["pid"] for r in shared_cluster.status()["processes"]} == before
 
 

@@ -32,6 +32,19 @@ def test_help_lists_commands_examples_and_exit_codes(capsys: pytest.CaptureFixtu
         assert word in text
 
 
+@pytest.mark.parametrize("word", [[], ["model"], ["config"], ["bench"]])
+def test_a_word_without_its_command_is_answered_with_help(
+    word: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`baton` and `baton model` alone: what there is, and exit code 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(word)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "commands:" in error
+    assert "required" not in error
+
+
 def test_a_wrong_setting_is_one_line_and_exit_code_78(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +80,14 @@ def test_nothing_changed_is_said(
         monkeypatch.delenv(name)
     assert main(["config", "show", "--changed"]) == 0
     assert capsys.readouterr().out.startswith("every setting has its default")
+
+
+def test_no_line_of_a_table_ends_in_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is copied from a terminal or written to a file has none."""
+    assert main(["config", "show"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 50
+    assert [line for line in lines if line != line.rstrip()] == []
 
 
 def test_a_missing_log_is_told_with_those_that_are_there(

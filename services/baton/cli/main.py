@@ -10,7 +10,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from baton.cli import bench
 from baton.cli.terminal import CommandError, ExitCode, warn
@@ -60,12 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _settings(options: argparse.Namespace) -> Config:
-    environ = dict(os.environ)
+    environ, typed = dict(os.environ), {}
     for name, variable in _OVERRIDES.items():
         value = getattr(options, name, None)
         if value is not None:
             environ[variable] = str(value)
-    return load(config_path(options.config, environ), environ)
+            typed[f"env:{variable}"] = f"--{name}"
+    config = load(config_path(options.config, environ), environ)
+    sources = {key: typed.get(source, source) for key, source in config.sources.items()}
+    return replace(config, sources=sources)
 
 
 def _as_typed(text: str, options: argparse.Namespace) -> str:
@@ -86,8 +91,18 @@ _OVERRIDES = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A word without the command that belongs to it is answered with what there is."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.endswith(": COMMAND"):
+            self.print_help(sys.stderr)
+            self.exit(ExitCode.USAGE)
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="baton",
         description="Serves a language model with prefill and decode in separate processes.",
         epilog=_TEACHING,

@@ -21,7 +21,7 @@ def config_show(config: Config, *, changed: bool, as_json: bool) -> int:
         say("every setting has its default; see `baton config show`")
         return ExitCode.OK
     table(
-        f"settings from {config.path or 'no file'}",
+        f"settings from {config.path}" if config.path else "settings, without a file",
         ("setting", "value", "from"),
         [(row.key, row.value, row.source) for row in found],
     )

@@ -68,4 +68,7 @@ def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[object]])
         drawn.add_row(*line)
     # Through a pipe rich would cut at 80 columns; a table for grep must keep its words.
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    console.print(drawn)
+    with console.capture() as captured:
+        console.print(drawn)
+    for text in captured.get().splitlines():
+        say(text.rstrip())
