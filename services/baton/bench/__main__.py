@@ -66,7 +66,7 @@ BENCHES: dict[str, Bench] = {
         lambda quick: rolling.measure(capacity_s=10 if quick else 30, calm_s=15 if quick else 60),
         rolling.page,
     ),
-    "start": (lambda quick: start.measure(repeats=2 if quick else 7), start.page),
+    "start": (lambda quick: start.measure(repeats=2 if quick else 5), start.page),
 }
 
 #: Needs programs that are not Baton's, and minutes without other load: only when named.
