@@ -32,7 +32,7 @@ Bench = tuple[Callable[[bool], dict[str, object]], Callable[[dict[str, object]],
 
 BENCHES: dict[str, Bench] = {
     "agreement": (
-        lambda quick: agreement.measure(rounds=1 if quick else 5, requests=12 if quick else 100),
+        lambda quick: agreement.measure(rounds=1 if quick else 3, requests=12 if quick else 100),
         agreement.page,
     ),
     "handover": (lambda quick: handover.measure(repeats=2 if quick else 10), handover.page),
