@@ -21,6 +21,7 @@ from baton.ports.ledger import (
     Denied,
     OpenResumable,
     Repeated,
+    RestoreResumable,
     Resumable,
 )
 from baton.sim.ledger import LedgerModel
@@ -42,6 +43,20 @@ OPEN = OpenResumable(
 KEYED = replace(OPEN, repeat="i", body="b")
 CLAIM = ClaimResumable("c1", OTHER, claim="n1", owner="k", token="t")
 CLOSE = CloseResumable("c1", 0, keep_ms=60_000, answer=b"answer")
+RESTORE = RestoreResumable(
+    resumable_id="c1",
+    gateway=GATEWAY,
+    turn=5_000,
+    again=0,
+    token="t",
+    owner="k",
+    requests=("c1-0", "c1-1"),
+    recipe=RECIPE,
+    window_ms=30_000,
+    life_ms=60_000,
+    repeat="i",
+    body="b",
+)
 OPENED = Resumable(0, 0, 0, 30_000, "", ("c1-0", "c1-1"), RECIPE)
 
 
@@ -192,6 +207,36 @@ def test_who_was_superseded_closes_nothing_but_brings_its_answer(bench: LedgerBe
     assert resumable(bench, replace(CLAIM, claim="n3")).answer == b"answer"
 
 
+def test_a_record_that_the_ledger_has_lost_is_made_again(bench: LedgerBench) -> None:
+    """By the gateway that serves it: token and idempotency key are good again, and its turns go on
+    where they were, and grow with time as before."""
+    restored = resumable(bench, RESTORE)
+    assert (restored.turn, restored.repeat, restored.body) == (5_000, "i", "b")
+    assert restored.requests == OPEN.requests and restored.recipe == RECIPE
+    second = replace(KEYED, resumable_id="c2", token="t2")
+    assert bench.ask(second) == Repeated("c1", same=True)
+    bench.pass_time(0.1)
+    claimed = resumable(bench, CLAIM)
+    assert claimed.former == 5_000 and claimed.turn >= 5_100
+    assert bench.ask(replace(CLAIM, claim="n2", owner="other")) == Denied(Denial.FOREIGN)
+
+
+def test_what_the_ledger_knows_better_is_not_made_again(bench: LedgerBench) -> None:
+    """A gateway that was away does not take back what another one claimed, nor open what is closed,
+    nor an idempotency key that names another request by now."""
+    bench.ask(KEYED)
+    bench.ask(replace(CLAIM, token="", repeat="i", new_token="t2"))
+    turn = resumable(bench, RESTORE).turn
+    assert turn == 5_000, "an older turn was all that it remembered"
+    later = resumable(bench, replace(CLAIM, claim="n2")).turn
+    assert resumable(bench, RESTORE).turn == later > turn
+    bench.ask(replace(CLOSE, turn=later, repeat="i"))
+    assert resumable(bench, replace(RESTORE, turn=later + 1_000_000)).answer == b"answer"
+    bench.ask(replace(KEYED, resumable_id="c2", repeat="j"))
+    bench.ask(replace(RESTORE, resumable_id="c3", repeat="j", body="other"))
+    assert bench.ask(replace(KEYED, resumable_id="c4", repeat="j")) == Repeated("c2", same=True)
+
+
 def test_closing_what_is_not_there(bench: LedgerBench) -> None:
     assert bench.ask(CLOSE) == Denied(Denial.UNKNOWN)
 
@@ -224,6 +269,12 @@ OPS = st.one_of(
         ClaimResumable,
         *(IDS, st.just(OTHER), st.sampled_from(["n1", "n2", "n3"]), NAMES, NAMES, NAMES),
         *(NAMES, BOOLS),
+    ),
+    st.builds(
+        lambda i, turn, again, token, repeat: replace(
+            RESTORE, resumable_id=i, turn=turn, again=again, token=token, repeat=repeat
+        ),
+        *(IDS, st.integers(0, 4), st.integers(0, 4), NAMES.filter(bool), NAMES),
     ),
     st.builds(
         CloseResumable,

@@ -23,6 +23,7 @@ from baton.ports.ledger import (
     PlaceRequest,
     ReleaseLease,
     RenewLease,
+    RestoreResumable,
     Resumable,
     RetryRequest,
 )
@@ -55,6 +56,10 @@ def test_every_op_stays_in_its_pools_slot(server: LedgerServer) -> None:
         (EndRequest("r1", 2, COMPLETED, GATEWAY), Done),
         (OpenResumable("c", GATEWAY, "t", "", ("r",), b"recipe", 10, 60_000, "i"), Resumable),
         (ClaimResumable("c", GATEWAY, "n", "", repeat="i", new_token="t2"), Resumable),
+        (
+            RestoreResumable("d", GATEWAY, 3, 0, "t", "", ("r",), b"recipe", 10, 60_000, "j"),
+            Resumable,
+        ),
         (CloseResumable("c", 1, 60_000, b"answer", repeat="i"), Resumable),
         (ReleaseLease(ROUTER), LeaseLost),
     ]

@@ -44,10 +44,7 @@ from baton.gateway.vocabulary import (
 )
 from baton.ports.ledger import (
     AnyOp,
-    ClaimResumable,
-    CloseResumable,
     Done,
-    OpenResumable,
     Reply,
     Unavailable,
 )
@@ -57,7 +54,7 @@ from baton.runtime.clock import BootClock
 from baton.runtime.driver import Driver
 from baton.runtime.metrics import Metrics
 from baton.runtime.settings import GatewayConfig
-from baton.sim.resumables import ResumableModel
+from baton.sim.resumables import ResumableModel, ResumableOp
 from baton.wire.messages import (
     AnyMessage,
     FenceRequest,
@@ -139,7 +136,7 @@ class _Ledger:
         answer: Reply | Unavailable = Done(epoch=1, state=RequestState.COMPLETED)
         if self.away:
             answer = Unavailable("away")
-        elif isinstance(op, OpenResumable | ClaimResumable | CloseResumable):
+        elif isinstance(op, ResumableOp):
             answer = self._cluster.resumables.execute(op, int(BootClock().now() * 1000))
         asyncio.get_running_loop().call_soon(done, answer)
         self._cluster.changed()

@@ -39,6 +39,7 @@ from baton.ports.ledger import (
     OpenResumable,
     Owned,
     Repeated,
+    RestoreResumable,
     Resumable,
     Unavailable,
 )
@@ -439,6 +440,36 @@ def test_what_was_moved_here_is_ended_once_more_a_moment_later() -> None:
     later = [each.op for each in play.wait(30.0) if isinstance(each, CallLedger)]
     assert not [op for op in later if isinstance(op, EndRequest)]
     assert len(play.ends()) == 1
+
+
+def test_an_emptied_ledger_learns_what_is_served_here() -> None:
+    """The lease was lost with everything else: whoever shows the token is given it again."""
+    play = Gateway()
+    play.feed(wanted(repeat="i", body="b"), call(OpenResumable, window_ms=WINDOW_MS, repeat="i"))
+    play.answered(given(0, repeat="i", body="b"), Like(Ready, submit=True))
+    play.feed(Submitted(spec(), "c"), sent(R, SubmitRequest, turn=1))
+    play.feed(LeaseChanged(LeaseState.LOST))
+    values = {"token": "t", "owner": "k", "repeat": "i", "body": "b", "window_ms": WINDOW_MS}
+    restore = call(RestoreResumable, resumable_id="c", turn=0, **values)
+    play.feed(LeaseChanged(LeaseState.HELD), restore)
+    play.answered(given(0, repeat="i", body="b"), kind=RestoreResumable)
+    play.feed(LeaseChanged(LeaseState.SUSPECT))
+    play.feed(LeaseChanged(LeaseState.HELD))
+
+
+def test_an_answer_that_the_ledger_has_not_confirmed_is_told_again_with_its_record() -> None:
+    """Claimed from elsewhere, complete, and then the ledger was emptied."""
+    play = Gateway()
+    play.claimed()
+    play.hear(R, RequestPlaced("c", 1, D))
+    play.tokens(0, *range(50, 59), finish=FinishReason.LENGTH)
+    close = closing(play)
+    play.feed(LeaseChanged(LeaseState.LOST))
+    play.feed(
+        LeaseChanged(LeaseState.HELD),
+        call(RestoreResumable, resumable_id="c", turn=3),
+        CallLedger(close),
+    )
 
 
 def test_a_gateway_that_goes_away_leaves_its_resumables_to_others() -> None:

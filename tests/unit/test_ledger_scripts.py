@@ -32,6 +32,7 @@ from baton.ports.ledger import (
     PlaceRequest,
     ReleaseLease,
     RenewLease,
+    RestoreResumable,
     RetryRequest,
 )
 from support.ledger_bench import COMPLETED, DECODE, GATEWAY, LIMITS, PREFILL, ROUTER, member, spec
@@ -52,6 +53,7 @@ OPS: list[AnyOp] = [
     EndRequest("r1", 1, COMPLETED, GATEWAY),
     OpenResumable("c1", GATEWAY, "t", "k", ("c1",), b"recipe", 1_000, 2_000, "i", "b"),
     ClaimResumable("c1", GATEWAY, "n", "k", "t"),
+    RestoreResumable("c1", GATEWAY, 3, 0, "t", "k", ("c1",), b"recipe", 1_000, 2_000, "i", "b"),
     CloseResumable("c1", 0, 1_000, b"answer"),
 ]
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from baton.core.ids import Peer
 from baton.core.outcomes import Ending, FinishReason, Outcome
 from baton.gateway.session import TURN_BITS, Session
 from baton.gateway.vocabulary import Command, Deliver, End
-from baton.ports.ledger import CloseResumable, Closing
+from baton.ports.ledger import CloseResumable, Closing, RestoreResumable
 from baton.wire.messages import RequestSpec, TokenLogprob
 
 CLAIMS_MAX = 2**31
@@ -47,6 +48,8 @@ class Kept:
     recipe: bytes
     choices: tuple[str, ...]
     """Ids of the choices as their reader knows them."""
+    body: str = ""
+    """What was asked for with ``repeat``, as a digest."""
     turn: int = 0
     again: int = 0
     specs: dict[str, RequestSpec] = field(default_factory=dict)
@@ -85,6 +88,23 @@ class Kept:
             rest = answer.logprobs, answer.finish, answer.cached_tokens
             commands.append(Deliver(choice, 0, ids, *rest))
         return [*commands, End(choice, answer.outcome)]
+
+    def restored(self, me: Peer, life_ms: int) -> RestoreResumable:
+        """Return what makes its record in a ledger that has lost it."""
+        return RestoreResumable(
+            resumable_id=self.resumable_id,
+            gateway=me,
+            turn=self.turn,
+            again=self.again,
+            token=self.token,
+            owner=self.owner,
+            requests=self.choices,
+            recipe=self.recipe,
+            window_ms=self.window_ms,
+            life_ms=life_ms,
+            repeat=self.repeat,
+            body=self.body,
+        )
 
     @property
     def ended(self) -> bool:

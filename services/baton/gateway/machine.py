@@ -170,8 +170,9 @@ class GatewayMachine:
             case ReportsWanted():
                 return self._reports.begin(event.token, event.kind, self.state.links, now)
             case LeaseChanged():
-                self.state.lease = event.state
-                return []
+                before, self.state.lease = self.state.lease, event.state
+                again = event.state is LeaseState.HELD and before is LeaseState.LOST
+                return self.resuming.announce() if again else []
             case DrainRequested():
                 if not self.state.stopping:
                     self.state.stopping = True

@@ -40,6 +40,7 @@ from baton.ports.ledger import (
     EndRequest,
     OpenResumable,
     Repeated,
+    RestoreResumable,
     Resumable,
     Unavailable,
 )
@@ -135,8 +136,6 @@ class Resuming:
         return self._ask(event.resumable_id, _Asking(event, self._opening(event), now))
 
     def _opening(self, event: ResumableWanted, *, anew: bool = False) -> OpenResumable:
-        limits = self.state.limits
-        life_ms = limits.request_deadline_ms + event.window_ms + limits.terminal_ttl_ms
         return OpenResumable(
             resumable_id=event.resumable_id,
             gateway=self.state.me,
@@ -145,11 +144,30 @@ class Resuming:
             requests=event.choices,
             recipe=event.recipe,
             window_ms=event.window_ms,
-            life_ms=life_ms,
+            life_ms=self._life_ms(event.window_ms),
             repeat=event.repeat,
             body=event.body,
             anew=anew,
         )
+
+    def _life_ms(self, window_ms: int) -> int:
+        """Return how long the ledger keeps a record that nobody closes."""
+        limits = self.state.limits
+        return limits.request_deadline_ms + window_ms + limits.terminal_ttl_ms
+
+    def announce(self) -> list[Command]:
+        """The lease was lost and is held again: the ledger may have been emptied, and then it knows
+        no token any more. What is served here, it learns again; so too the answers that it has not
+        confirmed."""
+        commands: list[Command] = []
+        for kept in self.state.kept.values():
+            kept_answer = kept.closing is not None and kept.closing.closed is Closing.KEPT
+            if not kept.ended or kept_answer:
+                restored = kept.restored(self.state.me, self._life_ms(kept.window_ms))
+                commands.append(CallLedger(restored))
+            if kept_answer and kept.closing is not None:
+                commands.append(CallLedger(kept.closing))
+        return commands
 
     def resume(self, event: ResumeWanted, now: float) -> list[Command]:
         """A client comes back. Those of a gateway that died may all come here: there is more room
@@ -263,6 +281,8 @@ class Resuming:
         op, reply = answer.op, answer.reply
         if isinstance(op, CloseResumable):
             return self._closed(op, isinstance(reply, Unavailable), now)
+        if isinstance(op, RestoreResumable):
+            return []  # who has a higher turn tells his router, and that one this gateway
         assert isinstance(op, OpenResumable | ClaimResumable)
         claim = op.claim if isinstance(op, ClaimResumable) else op.resumable_id
         asking = self._asking.get(claim)
@@ -356,6 +376,7 @@ class Resuming:
             window_ms=given.window_ms,
             recipe=given.recipe,
             choices=given.requests,
+            body=given.body,
             turn=given.turn,
             again=given.again,
         )

@@ -32,10 +32,10 @@ msgpack); ``expires_at``;
 drops the old ones and keeps its own); ``outcome`` (msgpack) and ``ended_by`` once terminal.
 
 Fields of a resumable: ``gateway`` and its ``turn``; ``former``, the turn before; ``opened``, when
-that was (milliseconds of the server's clock); ``token``, ``owner``, ``repeat``: digests,
-never the secrets; ``requests`` (msgpack) and ``recipe``: what its gateway needs; ``window`` and
-``life`` in milliseconds; ``claim`` the last one; ``again`` the turn in which its requests were
-made again; ``closed`` ("", ``kept`` or ``over``) and ``answer``.
+that was (milliseconds of the server's clock); ``token``, ``owner``, ``repeat`` and ``body``, what
+was asked for with that: digests, never the secrets; ``requests`` (msgpack) and ``recipe``: what its
+gateway needs; ``window`` and ``life`` in milliseconds; ``claim`` the last one; ``again`` the turn
+in which its requests were made again; ``closed`` ("", ``kept`` or ``over``) and ``answer``.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ from baton.ports.ledger import (
     Repeated,
     Reply,
     RequestOp,
+    RestoreResumable,
     Resumable,
     RetryRequest,
     op_id,
@@ -79,6 +80,7 @@ _SCRIPTS: tuple[tuple[type[AnyOp], str, str], ...] = (
     (EndRequest, "request_prelude", "end_request"),
     (OpenResumable, "resumable_prelude", "open_resumable"),
     (ClaimResumable, "resumable_prelude", "claim_resumable"),
+    (RestoreResumable, "resumable_prelude", "restore_resumable"),
     (CloseResumable, "resumable_prelude", "close_resumable"),
 )
 
@@ -175,6 +177,11 @@ class Scribe:
             case ClaimResumable():
                 own = (str(op.gateway), op.claim, op.owner, op.token, op.repeat, op.new_token)
                 return self._resumable(op.resumable_id, op.repeat, (*own, int(op.again)))
+            case RestoreResumable():
+                requests = _encode(op.requests)
+                own = (str(op.gateway), op.turn, op.again, op.token, op.owner, requests, op.recipe)
+                own = (*own, op.window_ms, op.life_ms, op.repeat, op.body)
+                return self._resumable(op.resumable_id, op.repeat, own)
             case CloseResumable():
                 own = (op.turn, op.keep_ms, op.answer, op.closed.value)
                 return self._resumable(op.resumable_id, op.repeat, own)
@@ -272,10 +279,11 @@ def _read(reply: RespReply) -> Reply:
             bytes(recipe),
             int(closed),
             bytes(answer),
+            body,
         ]:
             ids = _strings_decoder.decode(requests)
             head = (turn, former, again, window_ms, _text(repeat), ids, recipe)
-            return Resumable(*head, bool(closed), answer)
+            return Resumable(*head, bool(closed), answer, _text(body))
         case [b"repeated", resumable_id, int(same)]:
             return Repeated(_text(resumable_id), bool(same))
         case [b"denied", denial]:

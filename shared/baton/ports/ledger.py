@@ -205,6 +205,26 @@ class ClaimResumable(Op, frozen=True):
     again: bool = False
 
 
+class RestoreResumable(Op, frozen=True):
+    """Where the ledger has no record of what ``gateway`` serves (it was emptied), or one from
+    before its turn (it lost writes), make it what that gateway knows. A record that is closed, or
+    has seen this turn or a higher one, stays as it is; so does an idempotency key that names
+    another one. Turns go on from ``turn``. :class:`Resumable`, as it stands."""
+
+    resumable_id: str
+    gateway: Peer
+    turn: int
+    again: int
+    token: str
+    owner: str
+    requests: tuple[str, ...]
+    recipe: bytes
+    window_ms: int
+    life_ms: int
+    repeat: str = ""
+    body: str = ""
+
+
 class Closing(StrEnum):
     """How a resumable was closed."""
 
@@ -292,6 +312,7 @@ AnyOp = (
     | RequestOp
     | OpenResumable
     | ClaimResumable
+    | RestoreResumable
     | CloseResumable
 )
 
@@ -378,6 +399,8 @@ class Resumable:
     closed: bool = False
     answer: bytes = b""
     """What was kept when it was closed."""
+    body: str = ""
+    """What was asked for with ``repeat``, as a digest."""
 
 
 @dataclass(frozen=True, slots=True)

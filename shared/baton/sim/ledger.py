@@ -43,6 +43,7 @@ from baton.ports.ledger import (
     ReleaseLease,
     RenewLease,
     Reply,
+    RestoreResumable,
     RetryRequest,
     Unavailable,
     op_id,
@@ -143,7 +144,7 @@ class LedgerModel:
             case PlaceRequest() | AdvanceRequest() | RetryRequest() | EndRequest():
                 record = self.records.get(op.request_id)
                 return Conflict(0, None) if record is None else self._move(op, record, now_ms)
-            case OpenResumable() | ClaimResumable() | CloseResumable():
+            case OpenResumable() | ClaimResumable() | RestoreResumable() | CloseResumable():
                 return self.resumables.execute(op, now_ms)
             case _:
                 assert_never(op)

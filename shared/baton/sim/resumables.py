@@ -17,15 +17,16 @@ from baton.ports.ledger import (
     OpenResumable,
     Repeated,
     Reply,
+    RestoreResumable,
     Resumable,
 )
 
-ResumableOp = OpenResumable | ClaimResumable | CloseResumable
+ResumableOp = OpenResumable | ClaimResumable | RestoreResumable | CloseResumable
 
 
 @dataclass(slots=True)
 class _Record:
-    op: OpenResumable
+    op: OpenResumable | RestoreResumable
     token: str
     gateway: Peer
     opened_at: int
@@ -40,7 +41,7 @@ class _Record:
     def given(self) -> Resumable:
         op = self.op
         head = (self.turn, self.former, self.again, op.window_ms, op.repeat, op.requests, op.recipe)
-        return Resumable(*head, bool(self.closed), self.answer)
+        return Resumable(*head, bool(self.closed), self.answer, op.body)
 
 
 @dataclass(slots=True)
@@ -68,6 +69,8 @@ class ResumableModel:
                 return self._open(op, now)
             case ClaimResumable():
                 return self._claim(op, now)
+            case RestoreResumable():
+                return self._restore(op, now)
             case CloseResumable():
                 return self._close(op, now)
 
@@ -108,6 +111,19 @@ class ResumableModel:
                 repeat.expires_at = record.expires_at
         record.gateway, record.claim = op.gateway, op.claim
         record.token = op.new_token or record.token
+        return record.given()
+
+    def _restore(self, op: RestoreResumable, now: int) -> Reply:
+        record = self.records.get(op.resumable_id)
+        if record is not None and (record.turn >= op.turn or record.closed):
+            return record.given()
+        expires_at = now + op.life_ms
+        record = _Record(op, op.token, op.gateway, now - op.turn, expires_at)
+        record.turn = record.former = op.turn
+        record.again = op.again
+        self.records[op.resumable_id] = record
+        if op.repeat and op.repeat not in self.repeats:
+            self.repeats[op.repeat] = _Repeat(op.resumable_id, op.body, expires_at)
         return record.given()
 
     def _close(self, op: CloseResumable, now: int) -> Reply:

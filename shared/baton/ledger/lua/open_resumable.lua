@@ -15,10 +15,10 @@ if repeat_of ~= '' and anew == '0' then
   end
 end
 record.window, record.repeat_of = tonumber(window), repeat_of
-record.requests, record.recipe = requests, recipe
+record.requests, record.recipe, record.body = requests, recipe, body
 redis.call('HSET', resumable, 'turn', 0, 'gateway', gateway, 'token', token, 'owner', owner,
   'repeat', repeat_of, 'claim', '', 'former', 0, 'opened', now(), 'again', 0, 'window', window, 'life', life,
-  'requests', requests, 'recipe', recipe, 'closed', '', 'answer', '')
+  'requests', requests, 'recipe', recipe, 'closed', '', 'answer', '', 'body', body)
 redis.call('PEXPIRE', resumable, life)
 if repeat_of ~= '' then
   redis.call('HSET', repeated, 'id', resumable_id, 'body', body)
