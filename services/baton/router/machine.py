@@ -150,6 +150,9 @@ class RouterMachine:
                 assert entry.decode == view.peer and entry.phase in (Phase.PLACING, Phase.PLACED)
         self.state.placement.prefixes.check()
         self.moves.check()
+        self.verdicts.check()
+        self.orphans.check()
+        self.state.placement.check()
 
     # --- events -------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class OrphanSweep:
         limits = self.state.limits
         self._since = {
             request_id: self._since.get(request_id, now)
-            for request_id in reply.request_ids
+            for request_id in reply.request_ids[:FOUND_MAX]
             if request_id not in self.state.entries
         }
         # A lease, its loss and two looks apart, the whole takes no longer than any other recovery.
@@ -68,6 +68,10 @@ class OrphanSweep:
             self.state.measure("orphans_ended_total")
             fields = {"request_id": op.request_id, "epoch": op.epoch}
             self.state.emit(Note("orphan_ended", fields, "warning"))
+
+    def check(self) -> None:
+        """Assert the bound."""
+        assert len(self._since) <= FOUND_MAX
 
     def _end(self, request_id: str, epoch: int) -> None:
         self.state.emit(CallLedger(EndRequest(request_id, epoch, OUTCOME, self.state.me)))

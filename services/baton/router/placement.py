@@ -265,6 +265,10 @@ class Placement:
         if entry.decode in self.workers:
             self.workers[entry.decode].sent.pop(entry.spec.request_id, None)
 
+    def check(self) -> None:
+        """Assert the bounds."""
+        assert len(self._healths) <= HEALTHS_MAX
+
     # --- inside -------------------------------------------------------------------------------
 
     def _accepting(self, role: Role) -> list[WorkerView]:

@@ -119,6 +119,10 @@ class Verdicts:
                 message = CancelWork(entry.spec.request_id, entry.epoch, reason, entry.turn)
                 self.state.send(peer, message)
 
+    def check(self) -> None:
+        """Assert the bound."""
+        assert len(self.over) <= OVER_MAX
+
     def forget(self, entry: Entry) -> None:
         """Nothing is known of it here any more."""
         self.state.queue.remove(entry)
