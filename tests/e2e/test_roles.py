@@ -112,8 +112,15 @@ def test_a_decode_worker_computes_prompts_or_not_at_once() -> None:
         assert cluster.left_behind() == []
 
 
-@pytest.mark.parametrize("victim", ["worker", "guard"])
-@pytest.mark.parametrize(("name", "role"), [("decode-1", "prefill"), ("prefill-1", "decode")])
+@pytest.mark.parametrize(
+    ("name", "role", "victim"),
+    [
+        ("decode-1", "prefill", "worker"),
+        ("prefill-1", "decode", "guard"),
+        pytest.param("decode-1", "prefill", "guard", marks=pytest.mark.slow),
+        pytest.param("prefill-1", "decode", "worker", marks=pytest.mark.slow),
+    ],
+)
 def test_kill_9_in_the_middle_of_a_change_is_survived(name: str, role: str, victim: str) -> None:
     """The word is kept before the worker drains: it comes back as what it was told to be, also if
     its guard dies with it, and no client sees more than a pause."""
@@ -141,5 +148,33 @@ def test_kill_9_in_the_middle_of_a_change_is_survived(name: str, role: str, vict
             assert change.returncode == 0, said + cluster.logs()
             assert _roles(cluster)[name] == role
         assert load.wrong() == [], said + cluster.logs()
+        assert cluster.down().returncode == 0
+        assert cluster.left_behind() == []
+
+
+def test_a_worker_changes_by_itself_when_the_work_has_drifted() -> None:
+    """Streams have more to do than the decode workers have places, and prefill has time: one of
+    its workers decodes, the other stays, and no client notices."""
+    settings = {
+        **SETTINGS,
+        "BATON_ROLES_AUTO": "on",
+        "BATON_ROLES_HOLD_S": "1",
+        "BATON_ROLES_SETTLE_S": "1",
+        "BATON_LIMITS_BATCH_SEQUENCES_MAX": "1",
+    }
+    with ops_cluster(**settings) as cluster:
+        cluster.up()
+        load = Load(cluster)
+        with load.running():
+            changed = lambda: sorted(_roles(cluster).values()).count("decode") == 3  # noqa: E731
+            wait_until(changed, 40.0, f"a prefill worker decodes{cluster.logs()}")
+            more = len(load.answers)
+            wait_until(lambda: len(load.answers) > more + 6, 20.0, "it serves like that")
+            asked = metric(cluster.port, "baton_role_changes_asked_total", wanted="decode")
+            assert asked >= 1
+            assert metric(cluster.port, "baton_strain", side="decode") > 0.5
+        assert sorted(_roles(cluster).values()) == ["decode"] * 3 + ["prefill"]
+        assert load.wrong() == [], cluster.logs()
+        assert cluster.baton("audit").returncode == 0
         assert cluster.down().returncode == 0
         assert cluster.left_behind() == []

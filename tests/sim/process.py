@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from baton.channel.layout import RECORD_BYTES
-from baton.core.events import DrainRequested, LeaseChanged, TimePassed
+from baton.core.events import DrainRequested, LeaseChanged, RoleLeft, TimePassed
 from baton.core.ids import Member, Peer, Role
 from baton.core.outcomes import Reason
 from baton.core.prefix import chain_root
@@ -26,6 +26,7 @@ from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import Deliver, End, NotResumed, Ready, ReportsReady
 from baton.ports.channel import ArenaInUse, BlockMark
 from baton.ports.driving import (
+    EXIT_ROLE,
     CallLedger,
     Exit,
     LedgerAnswered,
@@ -78,6 +79,8 @@ class Process:
     def __init__(self, cluster: Cluster, role: Role, worker_id: str) -> None:
         self.cluster = cluster
         self.role = role
+        self.becomes = role
+        """What it is from its next start on: the word that is kept."""
         self.worker_id = worker_id
         self.alive = False
         self.frozen = False
@@ -91,6 +94,7 @@ class Process:
         """Start a new incarnation, as the supervisor would."""
         cluster = self.cluster
         self.starts += 1
+        self.role = self.becomes
         self.me = Peer(self.worker_id, cluster.next_incarnation())
         self.member = Member(
             peer=self.me,
@@ -139,6 +143,7 @@ class Process:
         cluster.step_records[self.worker_id] = LastStep(self.me, ())
         self.engine = FakeEngine(cluster.info, cluster.layout, sleep=lambda seconds: None)
         if self.role is Role.PREFILL:
+            cluster.host.remove_unowned("sim", self.worker_id)
             channel = cluster.host.channel(cluster.layout, cluster.compat)
             self.chunks = ChunkWorker(self.engine, channel, self.me, cluster.clock)
             return PrefillMachine(self.me, limits, block_size=size, root=root, left=left)
@@ -222,6 +227,12 @@ class Process:
         """SIGTERM: it finishes or hands over what it has, ends, and is started again."""
         if self.alive:
             self.later(0.0, lambda: self.feed(DrainRequested()))
+
+    def change_role(self, role: Role) -> None:
+        """The word is kept; it drains, ends, and is started again as that."""
+        self.becomes = role
+        self.cluster.tell(self.worker_id, "role_taken", {"role": role})
+        self.later(0.0, lambda: self.feed(RoleLeft()))
 
     def freeze(self) -> None:
         """SIGSTOP: nothing runs, locks stay, what arrives waits."""
@@ -480,7 +491,7 @@ class Process:
     def _exit(self, code: int, reason: str) -> None:
         self.exits.append((code, reason))
         self.cluster.tell(self.worker_id, "exited", {"code": code, "reason": reason})
-        self.drained = code == 0
+        self.drained = code in (0, EXIT_ROLE)
         if self.drained and self.role is Role.DECODE:
             self.arena.close(unlink=True)
         self.kill()

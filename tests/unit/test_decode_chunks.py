@@ -6,7 +6,7 @@ from baton.core.slo import Slo
 from baton.decode.io import RunStep, StepFinished
 from baton.ports.engine import Sampled
 from baton.wire.messages import RequestSpec, ReserveDecode
-from support.decode_parts import Decode, R, spec
+from support.decode_parts import Decode, P, R, spec
 
 
 def _take_in(play: Decode, request: RequestSpec) -> None:
@@ -44,6 +44,25 @@ def test_beside_streams_a_chunk_is_as_long_as_their_slo_allows() -> None:
     """Steps of 142 ms would be too long: at 2 ms a token chunks settle near 18 of 64 tokens."""
     sizes = _sizes(_busy(itl_s=0.0625), 12)
     assert max(sizes) <= 20 and sizes[-1] >= 12, sizes
+
+
+def test_while_somebody_is_handed_over_steps_take_half_of_it() -> None:
+    """It has its first token at once, and meets the rest of a step and one of its own: at 25 ms a
+    step there is room for one block of 4 beside two streams."""
+    play = _busy(itl_s=0.0625)
+    play.do_hear(R, ReserveDecode(spec("x", tokens=40, first=700, max_tokens=5), 1, P))
+    sizes = _sizes(play, 12)
+    assert sizes[-1] == 4 and max(sizes[4:]) <= 8, sizes
+
+
+def test_a_prompt_alone_makes_way_for_who_is_handed_over() -> None:
+    """Nobody runs yet, and somebody will: the step that it meets is short already."""
+    play = Decode(blocks=400, slo=Slo(1.0, 0.0625), local_prefill_chunk_tokens=64)
+    _take_in(play, spec("r", tokens=390, first=100, max_tokens=5))
+    assert _sizes(play, 2) == [64, 64]
+    play.do_hear(R, ReserveDecode(spec("x", tokens=40, first=700, max_tokens=5), 1, P))
+    sizes = _sizes(play, 6)
+    assert max(sizes[1:]) <= 16, sizes
 
 
 def test_without_an_slo_chunks_have_the_size_of_the_limit() -> None:

@@ -108,6 +108,24 @@ def test_what_streams_lose_is_counted() -> None:
     assert Estimator(Slo(5.0, 0.005)).local(decode, steep, need, ahead=4).stalled == 0
 
 
+def test_who_is_on_its_way_meets_two_steps() -> None:
+    """Chunks are half as long for them, as decode will choose; where even one block is too long
+    they are lost as well. A prompt that decode computes itself joins nobody."""
+    estimator = Estimator(Slo(2.0, 0.1))
+    need = Need(tokens=256, cached=0, waited_s=0.0)
+    calm = estimator.local(view(D, Role.DECODE, running=2), CURVE, need, ahead=4)
+    joined = estimator.local(view(D, Role.DECODE, running=2, waiting=1), CURVE, need, ahead=4)
+    assert calm.step_s > 0.06 and joined.step_s <= 0.04 and joined.lost == 0
+    alone = estimator.local(view(D, Role.DECODE, waiting=1), CURVE, need, ahead=4)
+    assert alone.step_s <= 0.04
+    prompt = view(D, Role.DECODE, running=2, waiting=1, queued_tokens=100)
+    assert estimator.local(prompt, CURVE, need, ahead=4).step_s == calm.step_s
+    steep = StepCurve((1, 8, 64), (8_000, 9_000, 80_000))
+    decode = view(D, Role.DECODE, running=4, waiting=2, context_tokens=800)
+    assert Estimator(Slo(5.0, 0.03)).local(decode, steep, need, ahead=4).stalled == 2
+    assert Estimator(Slo(5.0, 0.015)).local(decode, steep, need, ahead=4).stalled == 6
+
+
 def test_an_absurd_expectation_is_learned_from_without_harm() -> None:
     """Nothing is divided by what it leaves; the next requests are soon expected right again."""
     for absurd in (0.0, 1e-300, 1e30, 1e300):

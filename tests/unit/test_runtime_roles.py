@@ -117,17 +117,21 @@ class Worker:
 
 
 def test_the_ledger_gives_leave_then_the_word_is_kept_then_the_machine_ends(tmp_path: Path) -> None:
-    """Asked again meanwhile, nothing more happens."""
+    """Asked again meanwhile, by others too, nothing more happens."""
     worker = Worker(tmp_path)
+    others: list[str] = []
+    worker.change.ask(ChangeRole(W.PREFILL), others.append)
     assert worker.ask(W.PREFILL) == []
-    ((op, _),) = worker.ledger.calls
+    (other, (op, _)) = worker.ledger.calls
     assert isinstance(op, LeaveRole)
     assert (op.peer, op.others) == (ME, (OTHER,))
     assert kept_role(tmp_path, ME.worker_id) is None
     assert worker.reply(Leaving(granted=True)) == ""
     assert kept_role(tmp_path, ME.worker_id) is W.PREFILL
     assert worker.became == [RoleLeft()]
-    assert worker.ask(W.PREFILL) == ["decode-1 is becoming prefill; ask again when it is"]
+    other[1](Leaving(granted=True))
+    assert others == [""]
+    assert worker.ask(W.PREFILL) == [""]
     assert "becoming prefill" in worker.ask(W.DECODE)[0]
     assert worker.became == [RoleLeft()]
 

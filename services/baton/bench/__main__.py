@@ -32,7 +32,7 @@ Bench = tuple[Callable[[bool], dict[str, object]], Callable[[dict[str, object]],
 
 BENCHES: dict[str, Bench] = {
     "agreement": (
-        lambda quick: agreement.measure(rounds=1 if quick else 5, requests=12 if quick else 100),
+        lambda quick: agreement.measure(rounds=1 if quick else 3, requests=12 if quick else 100),
         agreement.page,
     ),
     "handover": (lambda quick: handover.measure(repeats=2 if quick else 10), handover.page),
@@ -66,7 +66,7 @@ BENCHES: dict[str, Bench] = {
         lambda quick: rolling.measure(capacity_s=10 if quick else 30, calm_s=15 if quick else 60),
         rolling.page,
     ),
-    "start": (lambda quick: start.measure(repeats=2 if quick else 7), start.page),
+    "start": (lambda quick: start.measure(repeats=2 if quick else 5), start.page),
 }
 
 #: Needs programs that are not Baton's, and minutes without other load: only when named.

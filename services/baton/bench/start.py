@@ -62,7 +62,7 @@ def measure(*, repeats: int) -> dict[str, object]:
 
 def _series(command: Sequence[str], repeats: int) -> dict[str, object]:
     # The first one fills the page cache, for itself too: it is no figure.
-    _, *runs = [_start(command) for _ in range(repeats + 1)]
+    _, *runs = [_start(command, works=number == repeats) for number in range(repeats + 1)]
     return {"starts": [run.phases for run in runs], "memory_mb": runs[-1].memory_mb}
 
 
@@ -73,10 +73,10 @@ class Run:
     phases: dict[str, float]
     """Seconds since the command."""
     memory_mb: dict[str, dict[str, float]]
-    """Own memory by process."""
+    """Own memory by process; empty unless the cluster has worked."""
 
 
-def _start(command: Sequence[str]) -> Run:
+def _start(command: Sequence[str], *, works: bool) -> Run:
     port = free_port()
     began = time.time()
     client = _Client(port)
@@ -87,17 +87,8 @@ def _start(command: Sequence[str]) -> Run:
         if not client.first_at:
             raise BenchError(f"no token after {PATIENCE_S:.0f} s: {client.trouble}")
         at = _moments(cluster) | {"first_token": client.first_at, "returned": returned}
-        _work(cluster)
-        config = load(cluster.run_dir / "settings.toml", {})
-        shared = Shared.of(Path(config.arena.dir), config.model.cache_dir)
-        return Run(
-            {phase: round(at[phase] - began, 3) for phase in PHASES},
-            {
-                name: _memory(pid, shared)
-                for name, pid in sorted(cluster.processes().items())
-                if not name.startswith("ledger")
-            },
-        )
+        phases = {phase: round(at[phase] - began, 3) for phase in PHASES}
+        return Run(phases, _memory_after_work(cluster) if works else {})
 
 
 class _Client(threading.Thread):
@@ -171,8 +162,8 @@ def _supervisor_at(log: Path) -> float:
     raise BenchError(f"{log} does not say that supervisor started")
 
 
-def _work(cluster: BenchCluster) -> None:
-    """Have all processes do what they are for."""
+def _memory_after_work(cluster: BenchCluster) -> dict[str, dict[str, float]]:
+    """Have all processes do what they are for, and return the memory of each."""
     with streams(cluster) as client:
         begun = [
             client.begin(random_prompt(PROMPT_TOKENS, number), ANSWER_TOKENS)
@@ -181,6 +172,9 @@ def _work(cluster: BenchCluster) -> None:
         for stream in begun:
             if error := stream.wait().error:
                 raise BenchError(error)
+    config = load(cluster.run_dir / "settings.toml", {})
+    shared = Shared.of(Path(config.arena.dir), config.model.cache_dir)
+    return {name: _memory(pid, shared) for name, pid in sorted(cluster.processes().items())}
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,13 +118,19 @@ class Scheduler:
         return [row for row in rows if self._stands(row)]
 
     def _chunk(self, rows: list[Row], begin: int) -> int:
-        """Return how many prompt tokens, from ``begin`` on, go into a step with ``rows``."""
+        """Return how many prompt tokens, from ``begin`` on, go into a step with ``rows``.
+
+        Who is handed over meanwhile has its first token at once, and waits for the rest of the step
+        that runs and for one of its own: then a step has half the time.
+        """
         most = self.state.limits.local_prefill_chunk_tokens
-        if self.slo is None or not rows:
+        joining = any(seq.stage is Stage.REMOTE for seq in self.state.sequences.values())
+        if self.slo is None or not (rows or joining):
             return most
         curve, unit = self.state.figures.steps.curve(), self.state.block_size
         count, context = len(rows), sum(row.start for row in rows)
-        limit_s = self.slo.step_s(curve.seconds(count, context))
+        calm_s = curve.seconds(count, context) if rows else 0.0
+        limit_s = self.slo.step_s(calm_s) / (1 + joining)
         return curve.chunk_within(limit_s, begin, most=most, unit=unit, rows=count, context=context)
 
     def _stands(self, row: Row) -> bool:

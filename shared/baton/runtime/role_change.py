@@ -66,7 +66,8 @@ class RoleChange:
         if now is None:
             return f"{worker_id} is a {self._context.role} and nothing else"
         if self.leaving:
-            return f"{worker_id} is becoming {now}; ask again when it is"
+            again = f"{worker_id} is becoming {now}; ask again when it is"
+            return "" if wanted is now else again
         if busy := self._busy():
             return busy
         return self._why_not(now, wanted, others=bool(self._others(now.process)))
@@ -82,7 +83,7 @@ class RoleChange:
         # Something else may have come first while the ledger was asked.
         refused = self._refusal(wanted)
         match reply:
-            case _ if refused:
+            case _ if refused or wanted is self._role:
                 pass
             case Leaving(granted=True):
                 self._take(wanted)

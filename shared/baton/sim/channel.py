@@ -122,6 +122,17 @@ class SimHost:
         self._space -= needed
         return SimArena(self, file, None)
 
+    def remove_unowned(self, cluster: str, worker_id: str) -> None:
+        """Remove the arena of ``worker_id``, if there is one.
+
+        Raises:
+            ArenaInUse: a live incarnation owns it.
+        """
+        file = self._files.get(_path(cluster, worker_id))
+        if file is not None:
+            self._refuse_if_owned(file)
+            self.unlink(file)
+
     def _refuse_if_owned(self, file: SimFile) -> None:
         if self.is_locked(file, file.header.owner.incarnation):
             raise ArenaInUse(f"{file.ref.path} belongs to {file.header.owner}, which is running")
