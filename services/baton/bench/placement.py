@@ -157,7 +157,7 @@ def _one(mode: str, placement: str, number: int, effort: Effort) -> dict[str, ob
         "ttft_ms": {"p50": figures.ttft.p50, "p95": figures.ttft.p95, "p99": figures.ttft.p99},
         "gap_ms": {"p50": figures.itl.p50, "p99": figures.itl.p99},
         "e2e_ms": {"p50": figures.e2e.p50, "p99": figures.e2e.p99},
-        "prompt_tokens_by_worker": _of(metrics, "baton_prefix_cache_queries_total"),
+        "prompt_tokens_by_worker": _decodes(metrics, "baton_prefix_cache_queries_total"),
         "computed_tokens_by_worker": _computed(metrics),
         "held": _uneven(seen),
         "expected_tokens": _sum(metrics, "baton_prefix_expected_tokens_total"),
@@ -179,9 +179,14 @@ def _sum(metrics: Mapping[tuple[str, str], float], name: str) -> float:
     return sum(_of(metrics, name).values())
 
 
+def _decodes(metrics: Mapping[tuple[str, str], float], name: str) -> dict[str, float]:
+    found = _of(metrics, name)
+    return {worker: value for worker, value in found.items() if worker.startswith("decode-")}
+
+
 def _computed(metrics: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    hits = _of(metrics, "baton_prefix_cache_hits_total")
-    asked = _of(metrics, "baton_prefix_cache_queries_total")
+    hits = _decodes(metrics, "baton_prefix_cache_hits_total")
+    asked = _decodes(metrics, "baton_prefix_cache_queries_total")
     return {worker: value - hits.get(worker, 0.0) for worker, value in asked.items()}
 
 
@@ -213,6 +218,7 @@ def page(result: dict[str, object]) -> str:
             f"{_ratio(run['computed_tokens_by_worker']):.2f}",
             f"{run['held']['apart_mean']:.1f} / {run['held']['apart_max']:.0f}",
             _judged(run),
+            f"{run['others_cores']:.1f}",
         )
         for run in runs
     ]
@@ -227,6 +233,7 @@ def page(result: dict[str, object]) -> str:
         "computed tokens, the same",
         "requests apart mean/max",
         "cached tokens misjudged",
+        "cores used by others",
     )
     lines = [
         table(header, rows),
@@ -238,7 +245,9 @@ def page(result: dict[str, object]) -> str:
         "fake engine: 20 ms a prompt chunk, 4 ms a step. *Fuller worker by mean*: its tokens by "
         "those of an even share, 2.00 if it had all. *Requests apart*: how many more the fuller "
         "worker had, looked at once a second. *Misjudged*: differences between what the router "
-        "expected to be cached and what decode found, by what decode found.",
+        "expected to be cached and what decode found, by what decode found. *Cores used by "
+        "others*: of two, by what is neither the cluster nor its clients; the more, the later "
+        "first tokens are for that alone.",
     ]
     return "\n".join(lines)
 
