@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from baton.cli.audit import UNSEEN, watch
-from baton.cli.discrepancies import KINDS, Kind, bound_ms, discrepancies
+from baton.cli.discrepancies import KINDS, Discrepancy, Kind, bound_ms, discrepancies
 from baton.cli.records import LedgerPicture, Record
 from baton.cli.sample import ArenaFile, Sample
 from baton.cli.terminal import ExitCode
@@ -260,7 +260,7 @@ def test_a_planted_leak_is_found(kind: Kind) -> None:
     verdict = watch(time.look, LIMITS, time.sleep)
     assert verdict.code == ExitCode.FAILED
     finding = next(each for each in verdict.findings if each.what.kind is kind)
-    assert finding.seen_s > bound_ms(kind, LIMITS) / 1000
+    assert finding.seen_s > bound_ms(Discrepancy(kind, ""), LIMITS) / 1000
     assert {each.what.key for each in verdict.findings} == {each.key for each in found}
 
 
@@ -297,6 +297,48 @@ def test_a_finding_is_told_although_something_else_is_silent() -> None:
     verdict = watch(time.look, LIMITS, time.sleep)
     assert verdict.code == ExitCode.FAILED
     assert verdict.unseen
+
+
+def _without_gateway(sample: Sample, stage: str, window_ms: int) -> Sample:
+    """Its gateway died, and its decode as well; its router waits for the client to come back."""
+    orphan = replace(record("away", RequestState.DECODING), gateway=NOBODY, decode=NOBODY)
+    owners = {(peer, "away") for peer in (NOBODY, ROUTER, PREFILL)} | set(sample.ledger.owners)
+    changed = _more(sample, ROUTER, held("away", stage, window_ms=window_ms))
+    records = {**sample.ledger.records, "away": orphan}
+    return _ledger(changed, records=records, owners=frozenset(owners))
+
+
+def test_a_request_that_waits_for_its_client_is_no_leak_within_its_window() -> None:
+    """Its gateway is gone, and so may be its decode: its router keeps it until somebody resumes it,
+    or ends it when the window is over. What nobody waits for is found at the usual bound."""
+    waiting = _without_gateway(clean(), "fencing", window_ms=60_000)
+    time = Time(waiting)
+    verdict = watch(time.look, LIMITS, time.sleep)
+    kinds = {each.what.kind for each in verdict.findings}
+    assert kinds == {Kind.RECORD_WITHOUT_OWNER}
+    assert all(each.seen_s > 60 + 11.5 for each in verdict.findings)
+    time = Time(*[waiting] * 12, clean())
+    verdict = watch(time.look, LIMITS, time.sleep)
+    assert verdict.code == ExitCode.OK
+    assert 55 < verdict.seconds < 61, "it looks again and again, and ends when all is well"
+    time = Time(_without_gateway(clean(), "fencing", window_ms=0))
+    assert all(each.seen_s < 12 for each in watch(time.look, LIMITS, time.sleep).findings)
+
+
+def test_a_request_that_is_being_ended_keeps_its_bound() -> None:
+    """Its router has just forgotten it, and the ledger was asked a moment before that."""
+    waiting = _without_gateway(clean(), "fencing", window_ms=20_000)
+    forgotten = _less(waiting, ROUTER, "away")
+    time = Time(*[waiting] * 4, forgotten, clean())
+    assert watch(time.look, LIMITS, time.sleep).code == ExitCode.OK
+
+
+def test_a_finished_sequence_may_wait_for_its_client_as_long_as_its_window() -> None:
+    """An answer that nobody has heard is an answer for who comes back."""
+    waits = _more(clean(), DECODE, held(RUNS + "-2", "finished", window_ms=300_000))
+    time = Time(waits)
+    (finding,) = watch(time.look, LIMITS, time.sleep).findings
+    assert finding.what.kind is Kind.END_UNHEARD and finding.seen_s > 360
 
 
 @pytest.mark.parametrize("stage", ["fencing", "retrying"])

@@ -1,7 +1,8 @@
 """`baton audit`: compares ledger, processes and arenas, and lists what stays wrong.
 
 Decides when something seen is a fault: the very same thing is there in every look until its bound
-has passed. A clean first look is enough; else it waits no longer than the bounds of what it saw.
+has passed. A clean first look is enough; else it waits no longer than the bounds of what it saw:
+while a client may still come back to a request whose gateway is gone, until its window is over.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.cli.client import no_cluster
 from baton.cli.cluster import Cluster
@@ -27,6 +28,8 @@ _TRIES = 4
 _AGAIN_S = 0.7
 #: Past a bound, not at it.
 _PAST_S = 0.05
+#: What waits for a client may end long before its bound.
+_LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def watch(
         age_s = sample.at - first.at
         waits_s = []
         for key, each in list(suspects.items()):
-            left_s = bound_ms(each.kind, limits) / 1000 - age_s
+            left_s = bound_ms(each, limits) / 1000 - age_s
             if left_s < 0:
                 findings.append(Finding(each, age_s))
                 del suspects[key]
@@ -74,12 +77,17 @@ def watch(
                 waits_s.append(left_s)
         if not waits_s:
             break
-        sleep(min(waits_s) + _PAST_S)
+        sleep(min(*waits_s, _LOOK_S) + _PAST_S)
         sample = _look(look, sleep)
         looks += 1
         seen = {each.key: each for each in discrepancies(sample)}
-        suspects = {key: seen[key] for key in suspects if key in seen}
+        suspects = {key: _since(old, seen[key]) for key, old in suspects.items() if key in seen}
     return Verdict(tuple(findings), sample.unseen, looks, sample.at - first.at)
+
+
+def _since(before: Discrepancy, now: Discrepancy) -> Discrepancy:
+    """Return what it is now, with the bound that it had: whoever waited may be about to end it."""
+    return replace(now, window_ms=max(before.window_ms, now.window_ms))
 
 
 def _look(look: Callable[[], Sample], sleep: Callable[[float], None]) -> Sample:

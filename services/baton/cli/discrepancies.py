@@ -116,15 +116,17 @@ class Discrepancy:
     """What it is about, beyond doubt: seen again, it is the same."""
     text: str = ""
     """For people."""
+    window_ms: int = 0
+    """How much longer than others of its kind it may be so: a client may still come back."""
 
     @property
     def key(self) -> tuple[Kind, str]:
         return self.kind, self.subject
 
 
-def bound_ms(kind: Kind, limits: Limits) -> int:
+def bound_ms(what: Discrepancy, limits: Limits) -> int:
     """Return for how long this may be so."""
-    return KINDS[kind][1](limits)
+    return KINDS[what.kind][1](limits) + what.window_ms
 
 
 def discrepancies(sample: Sample) -> list[Discrepancy]:
@@ -154,6 +156,13 @@ class _View:
         for _, held in self.of(Role.GATEWAY):
             self.sessions.update({each.request_id: each for each in held.requests})
             self.ends.update(held.ends)
+        self.windows: dict[str, int] = {}
+        """For how long whoever sees to a request waits for its client to come back."""
+        for role in (Role.ROUTER, Role.DECODE):
+            for _, held in self.of(role):
+                for each in held.requests:
+                    known = self.windows.get(each.request_id, 0)
+                    self.windows[each.request_id] = max(known, each.window_ms)
 
     def of(self, role: Role) -> Iterator[tuple[Peer, Holdings]]:
         for peer, held in self.sample.holdings.items():
@@ -263,7 +272,7 @@ def _requests(view: _View) -> Iterator[Discrepancy]:
             for each in held.requests:
                 name = f"{peer} {each.request_id} epoch {each.epoch}"
                 if each.stage in _WAITING_FOR_WORD:
-                    yield Discrepancy(Kind.END_UNHEARD, name, each.stage)
+                    yield Discrepancy(Kind.END_UNHEARD, name, each.stage, each.window_ms)
                 elif why := view.is_past(each.request_id, each.epoch):
                     yield Discrepancy(kind, name, f"{each.stage}; {why}")
             for early in held.early:
@@ -292,7 +301,8 @@ def _records(view: _View) -> Iterator[Discrepancy]:
             done = role == "prefill" and record.state is RequestState.DECODING
             if peer not in view.members and not done:
                 text = f"{record.state}; its {role} is gone"
-                yield Discrepancy(Kind.RECORD_WITHOUT_OWNER, f"{name}: {peer}", text)
+                subject, window_ms = f"{name}: {peer}", view.windows.get(record.request_id, 0)
+                yield Discrepancy(Kind.RECORD_WITHOUT_OWNER, subject, text, window_ms)
         lost = record.state in _WITH_DECODE and not _knows(view, record.decode, record.request_id)
         if lost and not _is_fenced(view, record.router, record.request_id):
             text = f"{record.state} at {record.decode}"

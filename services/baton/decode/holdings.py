@@ -26,6 +26,7 @@ def holdings_of(state: State, handover: Handover, imports: Imports) -> Holdings:
                 router=seq.router,
                 decode=state.me,
                 blocks=tuple(seq.blocks),
+                window_ms=0 if seq.away_since is None else seq.spec.resume_ms,
             )
             for seq in state.sequences.values()
         ),

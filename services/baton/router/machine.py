@@ -447,6 +447,7 @@ class RouterMachine:
                     router=self.state.me,
                     decode=entry.decode,
                     prefill=entry.prefill,
+                    window_ms=0 if entry.gateway_lost_at is None else entry.spec.resume_ms,
                 )
                 for request_id, entry in self.state.entries.items()
             )

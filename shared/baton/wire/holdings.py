@@ -26,6 +26,8 @@ class HeldRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill: Peer | None = None
     blocks: tuple[int, ...] = ()
     """Of decode: the blocks it uses, in order."""
+    window_ms: int = 0
+    """Its gateway is out of sight, and so long in all it waits for its client to come back."""
 
 
 class HeldTicket(msgspec.Struct, frozen=True, omit_defaults=True):
