@@ -402,13 +402,13 @@ def test_who_has_a_higher_turn_than_the_record_may_end_it(bench: LedgerBench) ->
 
 
 def test_requests_of_the_lost_are_found_and_ended(bench: LedgerBench) -> None:
-    """(104) Whoever sweeps is told which requests have an owner without a lease; where neither
-    gateway nor router has one it may end them, and nobody else's."""
+    """(104) Whoever sweeps is told which requests have an owner without a lease, and only workers
+    with one; where neither gateway nor router has one it may end them, and nobody else's."""
     acquire(bench, ROUTER, GATEWAY, ROUTER_2, DECODE)
     for name, router in (("r1", ROUTER), ("r2", ROUTER_2)):
         bench.ask(AdmitRequest(spec(name), router))
         bench.ask(PlaceRequest(name, 1, router, DECODE, None))
-    sweep = FindOrphans(ROUTER_2, TTL, 10)
+    sweep = FindOrphans(ROUTER_2, TTL, 10, (DECODE,))
     assert bench.ask(sweep) == Orphans(())
     keep_alive = [RenewLease(peer, TTL) for peer in (ROUTER_2, DECODE)]
     for _ in range(60):
@@ -419,12 +419,32 @@ def test_requests_of_the_lost_are_found_and_ended(bench: LedgerBench) -> None:
         if found == Orphans(("r1", "r2")):
             break
     assert found == Orphans(("r1", "r2"))
-    assert bench.ask(FindOrphans(ROUTER_2, TTL, 1)) == Orphans(("r1",))
+    assert bench.ask(FindOrphans(ROUTER_2, TTL, 1, (DECODE,))) == Orphans(("r1",))
+    assert bench.ask(FindOrphans(ROUTER_2, TTL, 10)) == Orphans(())
     stranger = Peer("router-9", 9)
     assert bench.ask(EndRequest("r2", 1, CANCELLED, stranger)) == Conflict(1, S.PLACED)
     assert bench.ask(EndRequest("r1", 0, CANCELLED, stranger)) == Conflict(1, S.PLACED)
     assert bench.ask(EndRequest("r1", 1, CANCELLED, stranger)) == Done(1, S.CANCELLED, 1)
     assert bench.ask(sweep) == Orphans(("r2",))
+
+
+def test_whoever_says_goodbye_leaves_orphans_as_the_dead_do(bench: LedgerBench) -> None:
+    """A lease that is given back is no lease: who is asked next names what its owner left, unless
+    the other one, gateway or router, is there."""
+    acquire(bench, ROUTER, GATEWAY, ROUTER_2, DECODE)
+    bench.pass_time(TTL / 1000)  # the rebuild; the sweep after such a gap prolongs all leases
+    for name in ("r1", "r2"):
+        bench.ask(AdmitRequest(spec(name), ROUTER))
+    bench.ask(PlaceRequest("r1", 1, ROUTER, DECODE, PREFILL))
+    sweep = FindOrphans(ROUTER_2, TTL, 10, (DECODE,))
+    own = FindOrphans(ROUTER, TTL, 10, (DECODE,))
+    bench.ask(ReleaseLease(DECODE))
+    assert bench.ask(sweep) == bench.ask(own) == Orphans(())
+    bench.ask(ReleaseLease(GATEWAY))
+    assert bench.ask(sweep) == Orphans(())
+    assert bench.ask(own) == Orphans(("r1", "r2"))
+    bench.ask(ReleaseLease(ROUTER))
+    assert bench.ask(sweep) == Orphans(("r1", "r2"))
 
 
 def test_nobody_is_an_orphan_while_the_ledger_is_in_rebuild(bench: LedgerBench) -> None:

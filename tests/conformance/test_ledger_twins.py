@@ -87,7 +87,13 @@ LEASE_OPS = st.one_of(
     st.builds(AcquireLease, st.builds(member, INCARNATIONS), st.just(TTL)),
     st.builds(RenewLease, INCARNATIONS, st.just(TTL)),
     st.builds(ReleaseLease, INCARNATIONS),
-    st.builds(FindOrphans, INCARNATIONS, st.just(TTL), st.integers(0, 5)),
+    st.builds(
+        FindOrphans,
+        INCARNATIONS,
+        st.just(TTL),
+        st.integers(0, 5),
+        st.lists(INCARNATIONS, max_size=3).map(tuple),
+    ),
 )
 
 

@@ -293,6 +293,7 @@ class Cluster:
         self.disturb()
         self.clock.run_for(self.scenario.spread_s)
         self.calm_down()
+        oracles.Nobodys(self).look()
         self.settle()
 
     def start(self) -> None:

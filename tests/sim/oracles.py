@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from baton.core.ids import Peer, Role
-from baton.core.lifecycles import BlockState
+from baton.core.lifecycles import BlockState, RequestState
 from baton.core.prefix import numbers_of, short_names
 from baton.ports.transport import Received
 from baton.prefill.io import ChunkRow
@@ -25,6 +25,35 @@ if TYPE_CHECKING:
     from sim.process import Process
 
 Held = list[tuple[str, object]]
+
+
+class Nobodys:
+    """Live records that name a process which is gone: somebody ends them, or takes them over,
+    within the bound of ``baton audit``: that of any recovery, after its client's window."""
+
+    LOOK_S = 0.5
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.since: dict[tuple[str, Peer], float] = {}
+
+    def look(self) -> None:
+        """Assert that none has stayed beyond its bound, from now on in every half second."""
+        now, limits = self.cluster.clock.now(), self.cluster.limits
+        leases, records = self.cluster.ledger.model.leases, self.cluster.ledger.model.records
+        found = [
+            (name, peer)
+            for name, record in records.items()
+            for peer in record.owners - leases.keys()
+            # The KV is decode's once it is handed over: then prefill may go.
+            if (record.state, peer) != (RequestState.DECODING, record.prefill)
+        ]
+        self.since = {key: self.since.get(key, now) for key in found}
+        for (name, peer), since in self.since.items():
+            window_ms = limits.recovery_ms + records[name].spec.resume_ms
+            bound_s = (window_ms + limits.lease_ttl_ms) / 1000 + self.LOOK_S
+            assert now - since <= bound_s, f"{name}: names {peer}, which is gone: {records[name]}"
+        self.cluster.clock.call_later(self.LOOK_S, self.look)
 
 
 def held(role: Role, machine: Any, event: object) -> Held:

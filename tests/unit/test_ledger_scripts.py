@@ -42,7 +42,7 @@ OPS: list[AnyOp] = [
     AcquireLease(member(DECODE), 2_000),
     RenewLease(DECODE, 2_000),
     ReleaseLease(DECODE),
-    FindOrphans(ROUTER, 2_000, 10),
+    FindOrphans(ROUTER, 2_000, 10, (DECODE, PREFILL)),
     FindOwned(GATEWAY, 10),
     LeaveRole(DECODE, 1_000, (ROUTER,), 500),
     AdmitRequest(spec(), ROUTER),

@@ -8,9 +8,19 @@ from baton.core.events import LeaseChanged, TimePassed
 from baton.core.lifecycles import LeaseState
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.ports.driving import CallLedger, LedgerAnswered
-from baton.ports.ledger import Conflict, Done, EndRequest, FindOrphans, Orphans, Unavailable
-from support.machine_playbook import Like
-from support.router_playbook import ME, R, Router, call, spec
+from baton.ports.ledger import (
+    AdoptRequest,
+    Conflict,
+    Done,
+    EndRequest,
+    FindOrphans,
+    Orphans,
+    Unavailable,
+)
+from baton.ports.transport import PeerLost
+from baton.wire.messages import CancelWork
+from support.machine_playbook import Like, sent
+from support.router_playbook import ME, D, G, P, R, Router, call, spec
 
 LOST = Outcome(Ending.CANCELLED, reason=Reason.GATEWAY_LOST)
 
@@ -40,8 +50,61 @@ def test_what_stays_nobodys_is_ended_within_recovery_ms() -> None:
         LedgerAnswered(EndRequest("x", 0, LOST, ME), Conflict(3, R.DECODING)),
         call(EndRequest, request_id="x", epoch=3, outcome=LOST, by=ME),
     )
-    play.feed(LedgerAnswered(EndRequest("x", 3, LOST, ME), Done(3, R.CANCELLED)))
+    play.feed(LedgerAnswered(EndRequest("x", 3, LOST, ME), Done(3, R.CANCELLED)), *told(3))
     play.feed(LedgerAnswered(EndRequest("x", 3, LOST, ME), Conflict(4, R.PLACED)))
+
+
+def told(epoch: int, turn: int = 1) -> list[Like]:
+    """Every worker hears that it is over: nobody here knows who has it."""
+    values = {"request_id": "x", "epoch": epoch, "reason": Reason.GATEWAY_LOST, "turn": turn}
+    return [sent(worker, CancelWork, **values) for worker in (D, P)]
+
+
+def test_whoever_works_on_it_is_told_with_the_turn_of_its_record() -> None:
+    """A worker that has heard of a higher one does not obey: it was moved, and is not over."""
+    play = Router()
+    sweeps(play, 8.0, Orphans(("x",)))
+    ask = EndRequest("x", 2, LOST, ME, 5)
+    play.feed(
+        LedgerAnswered(EndRequest("x", 0, LOST, ME), Conflict(2, R.DECODING, turn=5)),
+        call(EndRequest, epoch=2, turn=5),
+    )
+    play.feed(LedgerAnswered(ask, Done(2, R.CANCELLED)), *told(2, turn=5))
+
+
+def test_what_was_ended_here_ends_where_its_record_is_behind() -> None:
+    """The ledger was failed over, and has an earlier epoch of what this router has just ended for
+    want of its gateway. Another router's later epoch is left alone."""
+    play = Router()
+    mine = EndRequest("x", 4, LOST, ME, 2)
+    play.feed(
+        LedgerAnswered(mine, Conflict(3, R.DECODING, turn=1)),
+        call(EndRequest, request_id="x", epoch=3, turn=2, by=ME),
+    )
+    play.feed(LedgerAnswered(EndRequest("x", 3, LOST, ME, 2), Done(3, R.CANCELLED)))
+    play.feed(LedgerAnswered(mine, Conflict(5, R.PLACED, turn=3)))
+    play.feed(LedgerAnswered(mine, Conflict(0, None)))
+    play.feed(LedgerAnswered(mine, Conflict(3, R.CANCELLED, LOST)))
+
+
+def test_workers_see_to_no_request() -> None:
+    """The ledger is told who they are: a living one does not hide what its owners left."""
+    play = Router()
+    play.now += 2.0
+    asked = [each.op for each in play.do(TimePassed()) if isinstance(each, CallLedger)]
+    assert [op.workers for op in asked if isinstance(op, FindOrphans)] == [(D, P)]
+
+
+def test_what_is_wanted_here_is_made_right_where_its_record_forgot_us() -> None:
+    """A ledger that was failed over names owners of the past, who are gone: without a word the
+    next router would end what runs well. It is not touched while its gateway is out of sight."""
+    play = Router()
+    play.place(spec())
+    again = sweeps(play, 2.0, Orphans(("r",)))
+    right = call(AdoptRequest, router=ME, turn=1, epoch=1, decode=D, prefill=P)
+    assert len(again) == 1 and right.matches(again[0])
+    play.do(PeerLost(G, "silent"))
+    assert sweeps(play, 4.0, Orphans(("r",))) == []
 
 
 def test_somebody_who_comes_back_keeps_his_requests() -> None:
@@ -65,7 +128,8 @@ def test_a_routers_own_requests_are_not_its_orphans() -> None:
     """It knows better: a lost worker of theirs is a retry, a lost gateway an end of its own."""
     play = Router()
     play.place(spec())
-    assert sweeps(play, 20.0, Orphans(("r",))) == []
+    ops = [each.op for each in sweeps(play, 20.0, Orphans(("r",))) if isinstance(each, CallLedger)]
+    assert not [op for op in ops if isinstance(op, EndRequest)]
 
 
 def test_without_a_ledger_nobody_is_lost() -> None:

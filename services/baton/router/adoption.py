@@ -91,5 +91,4 @@ class Adoption:
         """The lease was lost and is held again: the ledger was emptied, or this router was away.
         An emptied ledger learns what stands; a router that was away learns whom it has lost."""
         for entry in self.state.entries.values():
-            if entry.phase in (Phase.QUEUED, Phase.FENCING, Phase.PLACED):
-                self.attempts.restore(entry)
+            self.attempts.restore_what_stands(entry)

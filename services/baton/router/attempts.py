@@ -170,6 +170,11 @@ class Attempts:
         entry.restored = True
         self.state.emit(CallLedger(op))
 
+    def restore_what_stands(self, entry: Entry) -> None:
+        """The same for an entry that waits for no answer of the ledger: others hear of it."""
+        if entry.phase in (Phase.QUEUED, Phase.FENCING, Phase.PLACED):
+            self.restore(entry)
+
     def _ledger_silent(self, entry: Entry, reason: str, now: float) -> None:
         waited_ms = (now - entry.ledger_since) * 1000
         if entry.phase is Phase.ADMITTING and waited_ms > self.state.limits.ledger_wait_ms:

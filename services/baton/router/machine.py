@@ -98,7 +98,7 @@ class RouterMachine:
         self.attempts = Attempts(self.state, self.moves, self.verdicts)
         self.adoption = Adoption(self.state, self.attempts)
         self.admission = Admission(self.state, self.attempts, self.adoption)
-        self.orphans = OrphanSweep(self.state)
+        self.orphans = OrphanSweep(self.state, self.attempts)
         self.balance = None if roles is None else Balance(self.state, roles)
         self.drain_due: float | None = None
         self.exited = False

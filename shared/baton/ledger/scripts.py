@@ -143,7 +143,7 @@ class Scribe:
             case ReleaseLease(peer=peer):
                 return self._lease(peer, self._limits.lease_ttl_ms, (peer.incarnation,))
             case FindOrphans(peer=peer, ttl_ms=ttl_ms, count_max=count_max):
-                return self._lease(peer, ttl_ms, (count_max,))
+                return self._lease(peer, ttl_ms, (count_max, *map(str, op.workers)))
             case FindOwned(peer=peer, count_max=count_max):
                 return (self.keys.owners,), (str(peer), count_max)
             case LeaveRole(peer=peer, others=others):

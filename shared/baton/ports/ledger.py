@@ -60,12 +60,15 @@ class ReleaseLease(Op, frozen=True):
 
 
 class FindOrphans(Op, frozen=True):
-    """Sweep, and name live requests that somebody without a lease works on, those that expire
-    first first; nobody's while the ledger is in rebuild. Answered with :class:`Orphans`."""
+    """Sweep, and name live requests that somebody without a lease works on and nobody with one but
+    ``peer`` and ``workers``, those that expire first first; nobody's while the ledger is in
+    rebuild. Answered with :class:`Orphans`."""
 
     peer: Peer
     ttl_ms: int
     count_max: int
+    workers: tuple[Peer, ...] = ()
+    """Prefill and decode processes: they see to no request's end."""
 
 
 class FindOwned(Op, frozen=True):
@@ -339,7 +342,7 @@ class LeaseLost:
 
 @dataclass(frozen=True, slots=True)
 class Orphans:
-    """Live requests that a process without a lease works on."""
+    """Live requests that nobody sees to but whoever asked, if he does."""
 
     request_ids: tuple[str, ...]
 

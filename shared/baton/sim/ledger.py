@@ -170,7 +170,9 @@ class LedgerModel:
             if peer not in self.leases
         )
         found = dict.fromkeys(request_id for _, _, request_id in entries)
-        return Orphans(tuple(found)[: op.count_max])
+        seeing = self.leases.keys() - {op.peer, *op.workers}
+        nobodys = [each for each in found if not self.records[each].owners & seeing]
+        return Orphans(tuple(nobodys[: op.count_max]))
 
     def _owned(self, op: FindOwned) -> Reply:
         found = sorted(
