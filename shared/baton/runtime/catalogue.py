@@ -127,7 +127,7 @@ _ALL = (
     _counter("requests_refused_total", "Requests refused before any work.", reason=REASONS),
     _counter("requests_admitted_total", "Requests taken in by a router."),
     _counter("requests_adopted_total", "Requests taken over from another router."),
-    _counter("orphans_ended_total", "Requests ended because gateway and router were lost."),
+    _counter("orphans_ended_total", "Requests ended because nobody saw to them any more."),
     _counter("unknown_ended_total", "Records ended because their gateway did not know them."),
     _counter("attempts_total", "Placements, the first of each request included."),
     _counter("ways_total", "Placements by who computes the prompt.", way=PLACED),
