@@ -38,8 +38,9 @@ _LANES = 16
 _CHECKED = 300
 _CHUNK = 110
 #: Largest difference of a logit from the modules in float32 over the same weights, in standard
-#: deviations of the logits, that counts as rounding. With codes a tiny model of random weights came
-#: to 0.202, so they have a bound of their own.
+#: deviations of the logits, that counts as rounding. Of 60 packs of tiny models of random weights
+#: 59 came to 0.03 to 0.10, full weights and codes alike, and one with codes to 0.18; another one
+#: had come to 0.202: rare large values of a maximum, for which codes have room.
 _TOLERANCE = {"float32": 5e-3, "bfloat16": 0.2}
 _TOLERANCE_CODES = {"float32": 5e-3, "bfloat16": 0.3}
 
