@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 
 import pytest
+import redis
 
+from baton.runtime.dirs import LEDGER_SOCKET
 from support.cluster_client import Answer, complete
 from support.ops_cluster import OpsCluster, ops_cluster, wait_until
 
@@ -128,6 +130,26 @@ def test_a_cut_connection_is_resumed(cluster: OpsCluster) -> None:
     again.token, again.events = cut.token, cut.events[:7]
     again.resume()
     assert again.events == cut.events, "complete, and told again from the middle"
+
+
+def test_an_emptied_ledger_learns_the_tokens_again(cluster: OpsCluster) -> None:
+    """FLUSHALL under a stream, and then its gateway dies: the other one is shown a token that the
+    ledger knows from the dead one, and tells the rest."""
+    wait_until(lambda: len(gateways(cluster)) == 2, 20, "both gateways")
+    calm = Client(cluster, "told again", LONG // 2)
+    calm.begin()
+    cut = Client(cluster, "told again", LONG // 2)
+    cut.begin(upto=12)
+    serves = serving(cluster)
+    server = redis.Redis(unix_socket_path=str(cluster.run_dir / LEDGER_SOCKET))
+    server.flushall()
+    wait_until(lambda: list(server.scan_iter("*:resumable:*")), 10, "the token's record")
+    server.close()
+    cluster.process(serves).send(signal.SIGKILL)
+    cut.connection.close()
+    cut.resume()
+    assert cut.text() == calm.text()
+    assert cut.event_ids() == calm.event_ids()
 
 
 def test_a_restart_does_not_wait_for_streams_that_do_not_end(cluster: OpsCluster) -> None:
