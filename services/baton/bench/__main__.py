@@ -21,6 +21,7 @@ from baton.bench import (
     peers,
     placement,
     recovery,
+    roles,
     rolling,
     start,
     verification,
@@ -61,6 +62,12 @@ BENCHES: dict[str, Bench] = {
     "verification": (
         lambda quick: verification.measure(repeats=2 if quick else 10),
         verification.page,
+    ),
+    "roles": (
+        lambda quick: roles.measure(
+            rounds=1 if quick else 5, before_s=15 if quick else 40, after_s=40 if quick else 120
+        ),
+        roles.page,
     ),
     "rolling": (
         lambda quick: rolling.measure(capacity_s=10 if quick else 30, calm_s=15 if quick else 60),

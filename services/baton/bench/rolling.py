@@ -12,7 +12,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from baton.bench.asker import random_prompt
@@ -32,8 +32,19 @@ _STEP = re.compile(r"\[\d+/\d+\] (\S+): (\w+), ([0-9.]+) s")
 class Arrivals:
     """Requests that come at random times, at a mean rate, whatever became of those before."""
 
-    def __init__(self, asked: Streams, rate: float, seed: int) -> None:
+    def __init__(
+        self,
+        asked: Streams,
+        rate: float,
+        seed: int,
+        *,
+        prompt_tokens: int = PROMPT_TOKENS,
+        answer_tokens: int = ANSWER_TOKENS,
+        prompts: Callable[[int, int], list[int]] = random_prompt,
+    ) -> None:
         self._asked = asked
+        self._prompt_tokens, self._answer_tokens = prompt_tokens, answer_tokens
+        self._prompts = prompts
         self._rate = rate
         self._chance = random.Random(seed)
         self._seed = seed
@@ -44,13 +55,17 @@ class Arrivals:
 
     def _run(self) -> None:
         while not self._stopped.wait(self._chance.expovariate(self._rate)):
-            prompt = random_prompt(PROMPT_TOKENS, self._seed + len(self._streams) + 1)
-            self._streams.append((prompt, self._asked.begin(prompt, ANSWER_TOKENS)))
+            prompt = self._prompts(self._prompt_tokens, self._seed + len(self._streams) + 1)
+            self._streams.append((prompt, self._asked.begin(prompt, self._answer_tokens)))
+
+    def stop_asking(self) -> None:
+        """Let no more come."""
+        self._stopped.set()
+        self._thread.join()
 
     def stop(self) -> list[tuple[list[int], Answer]]:
         """Let each request that came be answered; return all."""
-        self._stopped.set()
-        self._thread.join()
+        self.stop_asking()
         return [(prompt, stream.wait()) for prompt, stream in self._streams]
 
 
