@@ -266,7 +266,7 @@ MUTATIONS = {
     "an adoption does not move the record": Mutation(
         no_move_of_the_record,
         Scenario(routers=2, decodes=2, blocks=64, requests=40, router_kills=4, kills=4),
-        ("no outcome in bounded time",),
+        ("no outcome in bounded time", "which is gone"),
     ),
     "any router's word counts at the gateway": Mutation(
         any_router_at_the_gateway,
