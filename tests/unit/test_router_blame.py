@@ -131,9 +131,23 @@ def test_a_prefill_that_dies_is_a_workers_death_too() -> None:
     play = Router()
     play.place(spec())
     fail(play, 1, Reason.WORKER_LOST)
-    assert play.machine.state.entries["r"].blames[0].lost == P
+    assert play.machine.state.entries["r"].blames[0].lost == {P}
     play.hear(D, LastStep(P, ()))
     assert play.machine.state.entries["r"].blames == []
+
+
+def test_a_blame_is_open_until_the_successors_of_all_that_ended_have_spoken() -> None:
+    """Prefill and decode of one attempt end in one moment; only prefill's end was its doing."""
+    play = Router((P, D, D1))
+    play.place(spec())
+    play.do_lose(D)
+    play.do_lose(P)
+    entry = play.machine.state.entries["r"]
+    play.ready(D_AGAIN)
+    play.do_hear(D_AGAIN, LastStep(D, ()))
+    assert [blame.lost for blame in entry.blames] == [{P}]
+    play.do_hear(D_AGAIN, LastStep(P, (AttemptId("r", 1),)))
+    assert [blame.lost for blame in entry.blames] == [set()]
 
 
 def test_an_attempt_that_was_over_counts_if_it_ended_another_worker_too() -> None:
@@ -149,7 +163,7 @@ def test_an_attempt_that_was_over_counts_if_it_ended_another_worker_too() -> Non
         play.do_hear(D_AGAIN, first)
         play.do_hear(D_AGAIN, second)
         play.do_hear(D_AGAIN, over)
-        assert [(blame.epoch, blame.lost) for blame in entry.blames] == [(1, None)]
+        assert [(blame.epoch, blame.lost) for blame in entry.blames] == [(1, set())]
         entry.progress = 2
         entry.blames.clear()
         play.do_hear(D_AGAIN, over)

@@ -31,7 +31,18 @@ class Blames:
     def put(self, entry: Entry, text: str, now: float, lost: Peer | None = None) -> None:
         """The attempt of ``entry`` has ended; with ``lost``, because that worker ended."""
         due = now + self.state.limits.recovery_ms / 1000 if lost is not None else 0.0
-        entry.blames.append(Blame(entry.epoch, text[:TEXT_CHARS_MAX], lost, due))
+        open_ = set() if lost is None else {lost}
+        workers = (entry.decode, entry.prefill)
+        entry.blames.append(Blame(entry.epoch, text[:TEXT_CHARS_MAX], open_, workers, due))
+
+    def ended(self, peer: Peer, now: float) -> None:
+        """``peer`` is lost. An attempt that is over for the death of another worker of its own may
+        have ended this one: that blame stays open until this one's successor has spoken too."""
+        for entry in self.state.entries.values():
+            for blame in entry.blames:
+                if blame.lost and peer in blame.workers:
+                    blame.lost.add(peer)
+                    blame.due = now + self.state.limits.recovery_ms / 1000
 
     def fenced(self, entry: Entry, output: bytes, now: float) -> bool:
         """Its gateway says what was delivered. Return whether the request may be tried again."""
@@ -40,7 +51,7 @@ class Blames:
             entry.progress = entry.epoch
             entry.blames = [blame for blame in entry.blames if blame.epoch == entry.epoch]
         entry.output, entry.base = output, held
-        own = sum(blame.lost is None for blame in entry.blames)
+        own = sum(not blame.lost for blame in entry.blames)
         if own > 1:
             pause = FAILED_PAUSE_S * 2.0 ** (own - 2) * self.state.jitter(entry)
             entry.not_before = max(entry.not_before, now + pause)
@@ -55,7 +66,7 @@ class Blames:
             if was:
                 entry.not_before = now
             return True
-        due = max(blame.due if blame.lost is not None else 0.0 for blame in entry.blames)
+        due = max(blame.due if blame.lost else 0.0 for blame in entry.blames)
         if due > now:
             entry.not_before = max(entry.not_before, due)
             return True
@@ -69,12 +80,14 @@ class Blames:
         for attempt in message.attempts:
             self._name(attempt, message.peer)
         for entry in list(self.state.entries.values()):
-            blames = [each for each in entry.blames if each.lost == message.peer]
+            blames = [each for each in entry.blames if message.peer in each.lost]
             if not blames or entry.phase is Phase.CLOSING:
                 continue
             for blame in blames:
-                blame.lost = None
-                if AttemptId(entry.spec.request_id, blame.epoch) not in message.attempts:
+                blame.lost.discard(message.peer)
+                if AttemptId(entry.spec.request_id, blame.epoch) in message.attempts:
+                    blame.lost.clear()  # it counts, whatever the others' successors say
+                elif not blame.lost:
                     entry.blames.remove(blame)
                     self.state.note("blame_taken_back", entry, worker=str(message.peer))
             if entry.phase is not Phase.FENCING:
@@ -89,5 +102,5 @@ class Blames:
         known = [blame for blame in entry.blames if blame.epoch == attempt.epoch]
         if not known:
             entry.blames.append(Blame(attempt.epoch, f"{peer} ended in a step of it"))
-        elif known[0].lost != peer:
-            known[0].lost = None  # whatever the other worker's successor says
+        elif peer not in known[0].lost:
+            known[0].lost.clear()  # whatever the other worker's successor says

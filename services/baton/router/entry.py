@@ -45,8 +45,11 @@ class Blame:
 
     epoch: int
     text: str = ""
-    lost: Peer | None = None
-    """The worker that ended with it: its successor says whether this attempt was in its step."""
+    lost: set[Peer] = field(default_factory=set)
+    """The workers that ended with it and whose successors have not yet said whether this attempt
+    was in their step; empty: it counts."""
+    workers: tuple[Peer | None, ...] = ()
+    """All that computed it."""
     due: float = 0.0
     """When it counts even if no successor has said anything."""
 

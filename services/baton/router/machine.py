@@ -287,6 +287,8 @@ class RouterMachine:
             if entry.reserved:
                 self.moves.starts_from(entry, peer)
         self.state.placement.forget(peer, now, lives=event.lives)
+        if not event.lives:
+            self.attempts.blames.ended(peer, now)
         # A lost prefill worker is decode's to report: it alone knows whether the commit came.
         for entry in placed:
             if event.lives:
