@@ -526,10 +526,11 @@ def test_what_was_refused_may_be_repeated(first: GatewayCluster) -> None:
     assert answer.json()["choices"][0]["message"]["content"] == TEXT
 
 
-def test_a_failure_is_told_again_too(first: GatewayCluster) -> None:
+@pytest.mark.parametrize("ids", [0, 5])
+def test_a_failure_is_told_again_too(first: GatewayCluster, ids: int) -> None:
     """One terminal outcome: who repeats gets the same error, and no second attempt."""
-    headers = {"Idempotency-Key": "k-6"}
-    first.script.fail_after = 0
+    headers = {"Idempotency-Key": f"k-6-{ids}"}
+    first.script.fail_after = ids
     body = {**CHAT, "stream": False}
     errors = [
         first.http.post("/v1/chat/completions", json=body, headers=headers).json() for _ in range(2)

@@ -434,9 +434,10 @@ def test_failure_before_the_first_token_is_an_http_error(
     assert answer.headers["x-should-retry"] == "false"
 
 
-def test_failure_in_mid_stream_is_an_error_event(cluster: GatewayCluster) -> None:
+@pytest.mark.parametrize("with_ids", [False, True], ids=["alone", "with ids"])
+def test_failure_in_mid_stream_is_an_error_event(cluster: GatewayCluster, with_ids: bool) -> None:
     """What was generated, then one error event; no finish, no end mark; the client raises."""
-    cluster.script.fail_after = 5
+    cluster.script = Script(fail_after=5, per_step=5, fail_with_ids=with_ids)
     events = sse(cluster, "/v1/chat/completions", CHAT)
     assert events[-1]["error"]["code"] == "worker_lost"
     assert joined(events[:-1]) == "Hello"
@@ -447,6 +448,23 @@ def test_failure_in_mid_stream_is_an_error_event(cluster: GatewayCluster) -> Non
     with pytest.raises(openai.APIError):
         for _ in stream:
             pass
+
+
+def test_failure_with_text_held_back_is_an_error_event(cluster: GatewayCluster) -> None:
+    """Text that a stop string held back is shown with the failure, and does not hide it."""
+    cluster.script = Script(fail_after=5)
+    events = sse(cluster, "/v1/chat/completions", {**CHAT, "stop": ["lo there"]})
+    assert events[-1]["error"]["code"] == "worker_lost"
+    assert joined(events[:-1]) == "Hello"
+
+
+@pytest.mark.parametrize("with_ids", [False, True], ids=["alone", "with ids"])
+def test_failure_of_a_whole_answer_is_an_error(cluster: GatewayCluster, with_ids: bool) -> None:
+    """Never a 200 with the part that was generated."""
+    cluster.script = Script(fail_after=5, per_step=5, fail_with_ids=with_ids)
+    answer = cluster.http.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "worker_lost"
 
 
 def test_contradicting_tokens_are_an_error_never_an_answer(cluster: GatewayCluster) -> None:

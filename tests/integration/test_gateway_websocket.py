@@ -205,11 +205,12 @@ def test_refusal_and_failure(cluster: GatewayCluster) -> None:
         got = next(iter((await until_ended(ws, 1)).values()))
         assert got[-1]["type"] == "response.failed"
         assert got[-1]["response"]["error"]["code"] == "overloaded"
-        cluster.script = Script(ids=echo, fail_after=4)
-        await ws.send(create("x"))
-        got = next(iter((await until_ended(ws, 1)).values()))
-        assert got[-1]["response"]["error"]["code"] == "worker_lost"
-        assert text_of(got) == "x. x"
+        for with_ids in (False, True):
+            cluster.script = Script(ids=echo, fail_after=4, fail_with_ids=with_ids)
+            await ws.send(create("x"))
+            got = next(iter((await until_ended(ws, 1)).values()))
+            assert got[-1]["response"]["error"]["code"] == "worker_lost"
+            assert text_of(got) == "x. x"
 
     run(cluster, talk)
 

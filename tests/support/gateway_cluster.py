@@ -102,7 +102,9 @@ class Script:
     """Ids in one message."""
     refuse: Reason | None = None
     fail_after: int | None = None
-    """Give the request up after that many ids."""
+    """Give the request up after that many ids, a turn of the loop later."""
+    fail_with_ids: bool = False
+    """In the same turn as the last of them instead."""
     stall_after: int | None = None
     """Send nothing more after that many ids."""
     silent: bool = False
@@ -450,7 +452,9 @@ class GatewayCluster:
         self.receive(DECODE, TokenChunk(runs=(run,)))
         work.sent += len(run.ids)
         self.changed()
-        if finish is None:
+        if finish is None and script.fail_with_ids and work.sent == script.fail_after:
+            self.step(work)
+        elif finish is None:
             work.timer = self.loop.call_later(script.step_s, self.step, work)
 
     def _run_of(self, work: Work, ids: list[int]) -> tuple[TokenRun, FinishReason | None]:

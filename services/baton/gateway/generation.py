@@ -102,8 +102,9 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Whether every choice has given its last part."""
-        return self._unfinished == 0
+        """Whether every choice has given its last part, and none a failure still to be raised: text
+        that came in the same turn as the failure is shown first."""
+        return self._unfinished == 0 and self._failed is None
 
     async def parts(self, timeout_s: float) -> list[Part]:
         """Return what can be shown now, one part a choice; nothing after ``timeout_s``.
