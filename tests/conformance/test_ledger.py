@@ -339,17 +339,21 @@ def test_an_adoption_changes_the_router_and_nothing_else(
     assert bench.ask(EndRequest("r1", 2, CANCELLED, GATEWAY)) == Done(2, S.CANCELLED, int(placed))
 
 
-def test_routers_that_fight_are_ordered_by_their_turn(bench: LedgerBench) -> None:
+@pytest.mark.parametrize("above", [0, 2**47], ids=["routers", "claims"])
+def test_routers_that_fight_are_ordered_by_their_turn(bench: LedgerBench, above: int) -> None:
     """Whoever comes with a lower turn than the record has seen is superseded, however late he
-    comes; so is another router with the same turn, and an admission."""
+    comes; so is another router with the same turn, and an admission. Turns of late claims are
+    large numbers."""
     bench.ask(ADMIT)
     third = Peer("router-2", 13)
-    assert isinstance(bench.ask(AdoptRequest(spec(), third, 3, 1)), Adopted)
+    assert isinstance(bench.ask(AdoptRequest(spec(), third, above + 3, 1)), Adopted)
     for turn, router in ((1, ROUTER), (2, ROUTER_2), (3, ROUTER_2)):
-        assert bench.ask(AdoptRequest(spec(), router, turn, 1)) == Conflict(1, S.ADMITTED)
+        reply = bench.ask(AdoptRequest(spec(), router, above + turn, 1))
+        assert reply == Conflict(1, S.ADMITTED)
+        assert isinstance(reply, Conflict) and reply.turn == above + 3
         assert bench.ask(PlaceRequest("r1", 1, router, DECODE, None)) == Conflict(1, S.ADMITTED)
     assert bench.ask(PlaceRequest("r1", 1, third, DECODE, None)) == Done(1, S.PLACED, 1)
-    assert isinstance(bench.ask(AdoptRequest(spec(), ROUTER, 4, 1)), Adopted)
+    assert isinstance(bench.ask(AdoptRequest(spec(), ROUTER, above + 4, 1)), Adopted)
 
 
 def test_a_lost_record_is_made_again_as_it_was_known(bench: LedgerBench) -> None:

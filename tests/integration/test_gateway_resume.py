@@ -266,6 +266,18 @@ def test_a_stream_that_was_cut_goes_on(
     assert answer.content.endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("age_s", [40, 600])
+def test_a_stream_that_has_run_for_long_goes_on_elsewhere(
+    first: GatewayCluster, second: GatewayCluster, ledger: ResumableModel, age_s: int
+) -> None:
+    """Turns of claims grow with the time since the opening: a late one is one that routers take."""
+    cut = cut_after(first, CHAT, 5)
+    (record,) = [each for key, each in ledger.records.items() if cut.token.startswith(key)]
+    record.opened_at -= age_s * 1_000
+    answer = resumed(second, cut.token, cut.last_id)
+    assert text_of(cut.events + split(answer.content)) == TEXT
+
+
 def test_nothing_is_computed_twice_for_a_client_that_comes_back_here(
     first: GatewayCluster,
 ) -> None:

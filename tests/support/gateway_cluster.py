@@ -55,6 +55,7 @@ from baton.runtime.driver import Driver
 from baton.runtime.metrics import Metrics
 from baton.runtime.settings import GatewayConfig
 from baton.sim.resumables import ResumableModel, ResumableOp
+from baton.wire import codec
 from baton.wire.messages import (
     AnyMessage,
     FenceRequest,
@@ -154,7 +155,9 @@ class _Transport:
         self._cluster = cluster
 
     def send(self, peer: Peer, message: AnyMessage) -> None:
-        asyncio.get_running_loop().call_soon(self._cluster.on_message, peer, message)
+        # As it arrives: what the wire refuses must not pass here either.
+        arrived = codec.decode(codec.encode(message))
+        asyncio.get_running_loop().call_soon(self._cluster.on_message, peer, arrived)
 
     async def start(self, on_event: Callable[[Any], None]) -> None:
         return

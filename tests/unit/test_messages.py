@@ -11,6 +11,8 @@ from baton.core.ids import Peer
 from baton.core.outcomes import Ending, Outcome
 from baton.core.sampling import SamplingParams
 from baton.core.step_times import CELLS, StepCurve
+from baton.gateway.kept import CLAIMS_MAX
+from baton.gateway.session import TURN_BITS
 from baton.wire import codec
 from baton.wire.messages import (
     STEP_ROWS_MAX,
@@ -27,6 +29,7 @@ from baton.wire.messages import (
     PrefillCommitted,
     RequestEnded,
     RequestFenced,
+    RequestMoved,
     RequestSpec,
     ReserveDecode,
     SubmitRequest,
@@ -120,6 +123,7 @@ CASES: list[tuple[AnyMessage, str, list[Any]]] = [
     (ReserveDecode(spec(), 1, None, ID), "output", [b"12345"]),
     (AssignPrefill(spec(), 1, DECODE, ID), "output", [b"1"]),
     (AssignPrefill(spec(), 1, DECODE), "decode", [["decode-0", -1], ["decode-0", 2**62]]),
+    (SubmitRequest(spec()), "turn", [0, -1, *NO_COUNTS]),
     (SubmitRequest(spec()), "spec.prompt", [b"", b"12345", b"\xff\xff\xff\xff"]),
     (SubmitRequest(spec()), "spec.max_tokens", [0, -1, 2**31]),
     (SubmitRequest(spec()), "spec.deadline_ms", [-1, 2**53]),
@@ -128,6 +132,14 @@ CASES: list[tuple[AnyMessage, str, list[Any]]] = [
     (SubmitRequest(spec()), "spec.sampling.temperature", [-1.0, float("nan"), float("inf")]),
     (SubmitRequest(spec()), "spec.sampling.stop_token_ids", [[2**40]]),
 ]
+
+
+def test_the_turn_of_the_latest_claim_is_a_turn() -> None:
+    """A claim's turn grows by the millisecond and stands above those of routers: whoever comes back
+    after an hour must still be heard of."""
+    latest = (CLAIMS_MAX << TURN_BITS) + 2**TURN_BITS - 1
+    for message in (SubmitRequest(spec(), turn=latest), RequestMoved("r", latest)):
+        assert codec.decode(codec.encode(message)) == message
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,9 @@ from baton.core.step_times import MICROS_MAX, StepCurve
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Epoch = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Turn = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-"""Orders the routers of a request: its gateway raises it with each one it gives the request to."""
+Turn = Annotated[int, Meta(ge=1, le=2**53)]
+"""Orders the routers of a request: its gateway raises it with each one it gives the request to. Its
+upper bits are those of the client's last claim, which grow with time (milliseconds)."""
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 BlockNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Generation = Annotated[int, Meta(ge=0, le=2**32 - 1)]
