@@ -20,8 +20,9 @@ from baton.bench.load.results import (
     spread,
     write,
 )
+from baton.bench.load.running import Target, cost
 from baton.bench.load.search import highest_rate
-from baton.bench.load.server import Metrics, server_figures
+from baton.bench.load.server import Metrics, kinds, server_figures
 from support.bench_results import answered, conditions, figures, measured, result
 
 
@@ -173,6 +174,9 @@ def test_batons_metrics_become_the_windows_figures() -> None:
             "# TYPE process_cpu_seconds_total counter\n"
             f'process_cpu_seconds_total{{worker="decode-0"}} {n * 0.5}\n'
             f'process_cpu_seconds_total{{worker="gateway-0"}} {n * 0.1}\n'
+            "# TYPE process_start_time_seconds gauge\n"
+            'process_start_time_seconds{role="decode",worker="decode-0"} 5\n'
+            'process_start_time_seconds{role="gateway",worker="gateway-0"} 5\n'
         )
 
     silent = server_figures(Metrics(""), scrape(30), 20.0)
@@ -184,3 +188,48 @@ def test_batons_metrics_become_the_windows_figures() -> None:
     assert found.queue_ms == pytest.approx(0.5) and found.queue_p99_ms == pytest.approx(1.0)
     assert found.cpu_cores == {"decode-0": 0.5, "gateway-0": 0.1}
     assert found.prefix_hit_share == 0.0
+
+
+def began(*processes: tuple[str, str, float]) -> Metrics:
+    """Return a scrape that says when each process began, and has 1 CPU second a second of it."""
+    return Metrics(
+        "# TYPE process_start_time_seconds gauge\n"
+        + "".join(
+            f'process_start_time_seconds{{role="{role}",worker="{worker}"}} {since}\n'
+            for worker, role, since in processes
+        )
+        + "# TYPE process_cpu_seconds_total counter\n"
+        + "".join(
+            f'process_cpu_seconds_total{{role="{role}",worker="{worker}"}} {1_000 - since}\n'
+            for worker, role, since in processes
+        )
+    )
+
+
+def test_a_worker_costs_what_it_did_not_what_it_is_called() -> None:
+    """Prices go by roles over the window: a fourth of it as prefill, the rest as decode."""
+    before = began(("decode-0", "decode", 10.0), ("prefill-1", "prefill", 10.0))
+    after = began(("decode-0", "decode", 10.0), ("prefill-1", "decode", 125.0))
+    workers = kinds(before, after, 100.0, 200.0)
+    assert workers == pytest.approx({"decode": 1.75, "prefill": 0.25})
+    target = Target(url="", prices={"decode": 2.0, "prefill": 4.0})
+    assert cost(target, workers, {}) == Cost("price", pytest.approx(4.5), "the user")
+    changed = began(("decode-0", "prefill", 10.0))
+    assert kinds(changed, changed, 100.0, 200.0) == pytest.approx({"prefill": 1.0})
+
+
+def test_who_answers_one_scrape_only_costs_all_the_same() -> None:
+    """Its other role is not known; one that died and came back as what it was changed nothing."""
+    both = ("prefill-0", "prefill", 10.0)
+    found = kinds(began(both, ("decode-0", "decode", 10.0)), began(both), 100.0, 200.0)
+    assert found == {"decode": 1.0, "prefill": 1.0}
+    killed = ("prefill-0", "prefill", 150.0)
+    assert kinds(began(both), began(killed), 100.0, 200.0) == {"prefill": 1.0}
+
+
+def test_a_process_that_began_anew_is_in_no_figure() -> None:
+    """Its counters began at nothing again: differences would be wrong, and negative."""
+    stays = ("decode-0", "decode", 10.0)
+    before = began(stays, ("decode-1", "decode", 10.0))
+    after = began(stays, ("decode-1", "decode", 150.0))
+    assert set(server_figures(before, after, 100.0).cpu_cores) == {"decode-0"}

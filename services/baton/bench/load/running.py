@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +25,7 @@ from baton.bench.load.generator import Generator, LoadPlan, Measured
 from baton.bench.load.http import UNIX_SCHEME, Client
 from baton.bench.load.live import live
 from baton.bench.load.results import Conditions, Cost, ResultError, Run, Slo
-from baton.bench.load.server import Metrics, ServerInfo, identify, server_figures, workers_in
+from baton.bench.load.server import Metrics, ServerInfo, identify, kinds, server_figures, workers_in
 from baton.bench.load.workload import Workload, WorkloadPlan
 
 #: Tries to hear of every worker at an edge of the window.
@@ -46,7 +46,7 @@ class Target:
     cores: float = 0.0
     """It may use so many; 0: as the kernel and Baton's metrics say."""
     prices: Mapping[str, float] = field(default_factory=dict)
-    """Of one worker, by its kind (``prefill``, ``decode``, ...); empty: cores are the cost."""
+    """Of one worker, by its role (``prefill``, ``decode``, ...); empty: cores are the cost."""
     told: Mapping[str, Any] = field(default_factory=dict)
     """Conditions that the user or the cluster's settings tell: those of ``MUST_BE_TOLD``, and
     others that are kept beside the server's name."""
@@ -99,13 +99,23 @@ async def run(plan: RunPlan) -> Done:
         client.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the server's metrics were, not parsed yet, and when."""
+
+    text: str
+    at: float
+    unix: float
+    """The same in the time in which processes tell when they began."""
+
+
 class _Runner:
     def __init__(self, plan: RunPlan, client: Client, info: ServerInfo) -> None:
         self._plan = plan
         self._client = client
         self._info = info
         self._loop = asyncio.get_running_loop()
-        self._looks: list[asyncio.Task[tuple[str, float]]] = []
+        self._looks: list[asyncio.Task[_Look]] = []
         self._usage: list[machine_load.Usage] = []
         self._workers = 0
         """So many answered a scrape at once."""
@@ -136,33 +146,34 @@ class _Runner:
         self._usage.append(machine_load.usage(self._processes))
         self._looks.append(self._loop.create_task(self._scrape()))
 
-    async def _scrape(self) -> tuple[str, float]:
+    async def _scrape(self) -> _Look:
         """Return Baton's metrics, not parsed yet: that takes a tenth of a second, of the run's.
 
         A busy worker may answer the gateway too late; what it counts would be missing in the
         figures, so it is asked again. Whoever is missing all the same is left out.
         """
-        text, at = "", monotonic()
+        look = _Look("", monotonic(), time())
         for _ in range(SCRAPES_MAX if self._info.metrics else 0):
             try:
                 status, body = await self._client.get("/metrics")
             except OSError:
                 continue
-            if status == 200 and workers_in(body.decode()) >= workers_in(text):
-                text, at = body.decode(), monotonic()
-            if workers_in(text) >= self._workers:
+            if status == 200 and workers_in(body.decode()) >= workers_in(look.text):
+                look = _Look(body.decode(), monotonic(), time())
+            if workers_in(look.text) >= self._workers:
                 break
-        self._workers = max(self._workers, workers_in(text))
-        return text, at
+        self._workers = max(self._workers, workers_in(look.text))
+        return look
 
     async def _done(self, measured: Measured, workload: Workload, facts: Mapping[str, Any]) -> Done:
         plan, seconds = self._plan, max(measured.ended_at - measured.began_at, 1e-9)
         looks = [await look for look in self._looks]
-        scrapes = [(Metrics(text), at) for text, at in looks if text]
-        server = None
+        scrapes = [Metrics(look.text) for look in looks if look.text]
+        server, workers = None, dict[str, float]()
+        if scrapes:
+            workers = kinds(scrapes[0], scrapes[-1], looks[0].unix, looks[-1].unix)
         if len(scrapes) == 2:
-            (first, began), (last, ended) = scrapes
-            server = server_figures(first, last, ended - began)
+            server = server_figures(scrapes[0], scrapes[1], looks[-1].at - looks[0].at)
         before, after = self._usage[0], self._usage[-1]
         figures = reckoning.figures(
             measured,
@@ -177,7 +188,7 @@ class _Runner:
             plan.label,
             plan.settings,
             figures,
-            cost(plan.target, scrapes[-1][0] if scrapes else None, affinity),
+            cost(plan.target, workers, affinity),
             round(others, 3),
             reckoning.rows(measured),
             reckoning.series(measured),
@@ -256,12 +267,13 @@ class _Runner:
         )
 
 
-def cost(target: Target, metrics: Metrics | None, affinity: Mapping[str, Sequence[int]]) -> Cost:
-    """Return what the server may use: prices if given, else cores."""
-    workers = list(metrics.by("process_cpu_seconds_total", "worker")) if metrics else []
+def cost(
+    target: Target, workers: Mapping[str, float], affinity: Mapping[str, Sequence[int]]
+) -> Cost:
+    """Return what the server may use: prices of its ``workers``, by role, if given; else cores."""
     if target.prices:
-        kinds = [worker.rpartition("-")[0] for worker in workers]
-        return Cost("price", sum(target.prices.get(kind, 0.0) for kind in kinds), "the user")
+        amount = sum(target.prices.get(role, 0.0) * number for role, number in workers.items())
+        return Cost("price", amount, "the user")
     if target.cores:
         return Cost("core", target.cores, "the user")
     cores = {core for each in affinity.values() for core in each}

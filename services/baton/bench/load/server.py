@@ -86,9 +86,17 @@ class Metrics:
             sample for family in text_string_to_metric_families(text) for sample in family.samples
         ]
 
-    def workers(self) -> set[str]:
-        """Return who answered the scrape."""
-        return set(self.by("process_cpu_seconds_total", "worker"))
+    def began(self) -> dict[str, float]:
+        """Return who answered the scrape, and since when (Unix time) that process runs."""
+        return self.by("process_start_time_seconds", "worker")
+
+    def roles(self) -> dict[str, str]:
+        """Return what each of them does, which its name does not say: roles change."""
+        return {
+            sample.labels["worker"]: sample.labels["role"]
+            for sample in self._samples
+            if sample.name == "process_start_time_seconds"
+        }
 
     def of(self, workers: set[str]) -> Metrics:
         """Return the samples of these workers, and those of no worker."""
@@ -117,9 +125,11 @@ def workers_in(text: str) -> int:
 def server_figures(before: Metrics, after: Metrics, seconds: float) -> ServerFigures:
     """Return what happened between two scrapes that lie ``seconds`` apart.
 
-    A worker that did not answer one of them, or started in between, is left out.
+    A worker that did not answer one of them, or started in between, is left out: one that died or
+    changed its role counts from nothing again under the same name.
     """
-    common = before.workers() & after.workers()
+    earlier = before.began()
+    common = {worker for worker, began in after.began().items() if earlier.get(worker) == began}
     before, after = before.of(common), after.of(common)
 
     def grown(name: str) -> float:
@@ -153,6 +163,28 @@ def server_figures(before: Metrics, after: Metrics, seconds: float) -> ServerFig
             if count
         },
     )
+
+
+def kinds(before: Metrics, after: Metrics, began_at: float, ended_at: float) -> dict[str, float]:
+    """Return how many workers of each role there were, on average, between two scrapes.
+
+    Times are Unix times. Who has another role at the end has it since its process began; until
+    then, while it left its role and came back, it is counted as what it was. Of a worker that
+    answered one scrape only the other role is not known: it counts as the one that is. Nor is a
+    role known that began and ended in between.
+    """
+    first, last, since = before.roles(), after.roles(), after.began()
+    found: dict[str, float] = {}
+    for worker in first | last:
+        was = first.get(worker) or last[worker]
+        now = last.get(worker) or was
+        share = 0.0
+        if was != now:
+            share = (ended_at - since[worker]) / max(ended_at - began_at, 1e-9)
+            share = min(max(share, 0.0), 1.0)
+        for role, part in ((was, 1.0 - share), (now, share)):
+            found[role] = found.get(role, 0.0) + part
+    return found
 
 
 def _grown_by(before: Metrics, after: Metrics, name: str, label: str) -> dict[str, float]:
