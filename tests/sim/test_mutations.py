@@ -19,8 +19,8 @@ import pytest
 from baton.channel import checksum
 from baton.core.blocks import BlockPool
 from baton.decode import takeover, work
+from baton.decode.ends import Ends
 from baton.decode.handover import Handover
-from baton.decode.machine import DecodeMachine
 from baton.decode.sequence import Sequence
 from baton.gateway.attempts import Attempts
 from baton.gateway.session import Session
@@ -112,7 +112,7 @@ def no_proof_of_death(patch: Patch) -> None:
 
 
 def no_end_of_a_drop(patch: Patch) -> None:
-    patch.setattr(DecodeMachine, "_release_dropped", lambda self: self.state.pinned.clear())
+    patch.setattr(Ends, "release_dropped", lambda self: self.state.pinned.clear())
 
 
 def no_verification_of_imports(patch: Patch) -> None:

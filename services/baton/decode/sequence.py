@@ -77,6 +77,8 @@ class Sequence:
     """The last step it had to itself."""
     running_since: float | None = None
     """When its prompt was complete here, for the first time."""
+    joined_at: float | None = None
+    """When its hand-over was complete, until it has had a step."""
     finished_at: float = 0.0
     sent_first: bool = False
     offered: bool = False

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 
 from baton.core.blocks import BlockPool
 from baton.core.ids import Member, Peer
-from baton.core.lifecycles import LeaseState
+from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
 from baton.decode.figures import Figures
 from baton.decode.io import MarkBlocks
 from baton.decode.sequence import Sequence, Stage
 from baton.ports.channel import BlockCheck, BlockMark
-from baton.ports.driving import Measure, Note, Send
+from baton.ports.driving import CallLedger, Measure, Note, Send
+from baton.ports.ledger import AdvanceRequest
 from baton.wire.messages import AnyMessage, ArenaRef, WorkFailed
 
 
@@ -99,6 +100,12 @@ class State:
         self.note("attempt_failed", seq, reason=reason, message=message)
         failed = WorkFailed(*seq.key, reason, message, retryable=retryable)
         self.send(seq.router, failed)
+
+    def advance(self, seq: Sequence, target: RequestState) -> None:
+        """Have the ledger count that it is as far as that, if this worker may say so."""
+        if self.lease is LeaseState.HELD:
+            op = AdvanceRequest(seq.spec.request_id, seq.epoch, target, self.me)
+            self.emit(CallLedger(op))
 
     def seal(self, checks: tuple[BlockCheck, ...], checksums: tuple[int, ...]) -> None:
         """Name the blocks that are full by now, so that others find them."""
