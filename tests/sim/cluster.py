@@ -542,8 +542,9 @@ class Cluster:
                 if busy or machine.state.sequences or machine.handover.tickets:
                     found.append(f"{name}: {busy} {list(machine.state.sequences)}")
             elif process.role is Role.PREFILL:
-                if machine.jobs or machine.early or machine.flying:
-                    found.append(f"{name}: {list(machine.jobs)} {list(machine.early)}")
+                held = machine.state
+                if held.jobs or held.early or held.flying:
+                    found.append(f"{name}: {list(held.jobs)} {list(held.early)}")
             elif process.role is Role.ROUTER:
                 if machine.state.entries:
                     found.append(f"{name}: {list(machine.state.entries)}")

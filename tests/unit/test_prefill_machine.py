@@ -134,7 +134,7 @@ class Prefill(Playbook):
         )
         announced = [
             sent(job.decode, ChunkAnnounced, request_id=row.row.request_id)
-            for (row, job), keep in zip(self.machine.flying, kept, strict=True)
+            for (row, job), keep in zip(self.machine.state.flying, kept, strict=True)
             if keep and not job.stopping
         ]
         self.feed(ChunkStored(chunk.step, sums, 1, 0.001), *announced)
@@ -175,7 +175,7 @@ def test_a_prompt_is_computed_in_chunks_announced_and_committed() -> None:
     last = play.messages(ChunkAnnounced)[1].sums
     assert [(each.logical, each.tokens) for each in last] == [(2, 4), (3, 2)]
     play.returned(sent(D, PrefillCommitted, first_id=50, last_write_ns=1, ended_ns=2))
-    assert not play.machine.jobs
+    assert not play.machine.state.jobs
 
 
 def test_only_what_a_chunk_stored_is_announced() -> None:
@@ -202,7 +202,7 @@ def test_whoever_stops_a_stored_chunk_hears_of_it_when_it_returned(way: str) -> 
     play.stored()
     play.hear(*_stop(way))
     play.returned(Send(D, WriterStopped("r", 1)))
-    assert not play.machine.jobs and not play.machine.flying
+    assert not play.machine.state.jobs and not play.machine.state.flying
 
 
 def test_no_client_sees_a_token_that_decode_has_not_verified() -> None:
@@ -219,7 +219,7 @@ def test_nothing_is_computed_without_a_ticket() -> None:
     assert play.wait(4.9) == []
     said = play.wait(1.0)
     assert len(said) == 1 and sent(R, WorkFailed, reason=Reason.FENCED).matches(said[0])
-    assert not play.machine.jobs
+    assert not play.machine.state.jobs
 
 
 def test_a_ticket_may_overtake_its_assignment() -> None:
@@ -231,7 +231,7 @@ def test_a_ticket_may_overtake_its_assignment() -> None:
     play.ticket("x", 6)
     said = play.wait(6.0)
     assert len(said) == 1 and sent(D, PrefillFailed, request_id="x").matches(said[0])
-    assert not play.machine.early
+    assert not play.machine.state.early
 
 
 @pytest.mark.parametrize("first", ["assignment", "ticket"])
@@ -245,7 +245,7 @@ def test_a_ticket_without_blocks_says_that_there_is_nothing_to_do(first: str) ->
     else:
         play.hear(D, nothing)
         play.assign(spec())
-    assert not play.machine.jobs and not play.machine.early
+    assert not play.machine.state.jobs and not play.machine.state.early
     assert play.wait(10.0) == []
 
 
@@ -277,7 +277,7 @@ def test_a_ticket_that_does_not_fit_is_refused_before_the_first_store(wrong: Any
     values = {name: getattr(good, name) for name in good.__struct_fields__}
     failed = sent(R, WorkFailed, reason=Reason.FENCED)
     play.hear(D, Ticket(**{**values, **wrong}), sent(D, PrefillFailed), failed)
-    assert not play.machine.jobs
+    assert not play.machine.state.jobs
 
 
 def test_chunks_end_at_block_borders_and_never_touch_an_announced_block() -> None:
@@ -368,9 +368,9 @@ def test_whoever_stops_a_running_chunk_hears_of_it_when_it_returned(way: str, ch
         play.returned(CHUNK)
     play.hear(*_stop(way))
     play.hear(*_stop(way))
-    assert play.machine.jobs
+    assert play.machine.state.jobs
     play.returned(Send(D, WriterStopped("r", 1)))
-    assert not play.machine.jobs and not play.machine.flying
+    assert not play.machine.state.jobs and not play.machine.state.flying
 
 
 def _stop(way: str) -> tuple[Peer, Any]:
@@ -390,7 +390,7 @@ def test_a_waiting_prompt_is_stopped_at_once(way: str) -> None:
     play.assign(spec("r"))
     play.ticket("r", 6)
     play.hear(*_stop(way), Send(D, WriterStopped("r", 1)))
-    assert list(play.machine.jobs) == ["a"]
+    assert list(play.machine.state.jobs) == ["a"]
 
 
 def test_the_queue_shrinks_with_every_cancel() -> None:
@@ -451,7 +451,7 @@ def test_a_revocation_of_what_is_over_is_answered() -> None:
     play.ticket("b", 6)
     play.hear(D, TicketRevoked("b", 1), Send(D, WriterStopped("b", 1)))
     play.assign(spec("b"))
-    assert play.machine.step == 1, "a revoked ticket is not used by a late assignment"
+    assert play.machine.chunks.step == 1, "a revoked ticket is not used by a late assignment"
 
 
 def test_a_fence_that_does_not_hold_ends_the_attempt() -> None:
@@ -460,7 +460,7 @@ def test_a_fence_that_does_not_hold_ends_the_attempt() -> None:
     play.start(spec(tokens=14))
     failed = (sent(D, PrefillFailed, reason=Reason.FENCED), sent(R, WorkFailed))
     play.returned(*failed, fenced=True)
-    assert not play.machine.jobs
+    assert not play.machine.state.jobs
 
 
 @pytest.mark.parametrize("retryable", [True, False])
@@ -496,7 +496,7 @@ def test_a_lower_epoch_is_refused_and_a_higher_one_replaces() -> None:
     play.ticket("r", 6, sent(D, PrefillFailed, epoch=1, reason=Reason.STALE_EPOCH), epoch=1)
     play.hear(R, CancelWork("r", 1, Reason.SUPERSEDED))
     play.assign(spec(), epoch=3)
-    assert play.machine.jobs["r"].epoch == 3
+    assert play.machine.state.jobs["r"].epoch == 3
     play.ticket("r", 6, STARTED, CHUNK, epoch=3)
     play.assign(spec(), sent(R, WorkRefused, reason=Reason.QUEUE_FULL), epoch=4)
     play.returned(Send(D, WriterStopped("r", 3)))
@@ -599,9 +599,9 @@ def test_work_for_a_lost_decode_ends_and_its_arena_stays_mapped() -> None:
     play.assign(spec("b"))
     play.ticket("c", 6)
     play.lose(D)
-    assert list(play.machine.jobs) == ["a"] and not play.machine.early
+    assert list(play.machine.state.jobs) == ["a"] and not play.machine.state.early
     play.returned()
-    assert not play.machine.jobs
+    assert not play.machine.state.jobs
     assert not any(isinstance(each, UnmapArena) for each in play.all)
     play.up(D, Role.DECODE)
     play.hear(D, TicketRevoked("a", 1), Send(D, WriterStopped("a", 1)))
@@ -668,7 +668,7 @@ def test_an_arena_that_was_taken_over_is_answered_for_when_nothing_stores_there_
     assert play.wait(10.0) == [], "it is kept as long as the answer is not there"
     play.returned()
     play.feed(ArenaOpened(taken_over()), sent(HEIR, ArenaMapped, file_id="arena-4", error=""))
-    assert not play.machine.jobs
+    assert not play.machine.state.jobs
     assert play.wait(120.0) == []
     assert play.machine.arenas.mapped == {"arena-4": taken_over()}
 
@@ -678,7 +678,7 @@ def test_a_successor_seen_before_the_death_is_told_ends_the_work_for_the_dead() 
     play = Prefill()
     play.start(spec("a", tokens=14))
     play.up(HEIR, Role.DECODE)
-    assert play.machine.jobs["a"].stopping
+    assert play.machine.state.jobs["a"].stopping
     play.returned(Send(D, WriterStopped("a", 1)))
 
 

@@ -1,6 +1,6 @@
 """One prompt on prefill: its ticket, how far it is, what was announced.
 
-Decides nothing about others; the machine orders jobs and builds chunks of them.
+Decides nothing about others; ``chunks.py`` orders jobs and builds chunks of them.
 """
 
 from __future__ import annotations
