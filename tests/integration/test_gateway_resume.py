@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from baton.core.ids import Peer
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, Reason
 from baton.gateway.numbering import Numbering, Position
+from baton.gateway.telling import resume
 from baton.ports.ledger import ClaimResumable
 from baton.runtime.settings import GatewayConfig
 from baton.sim.resumables import ResumableModel
@@ -337,6 +339,28 @@ def test_the_later_of_two_readers_wins(first: GatewayCluster) -> None:
     assert last["error"]["code"] == str(Reason.SUPERSEDED)
     assert not rest[-1].startswith(b"id:")
     assert all(b"[DONE]" not in event for event in rest)
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_readers_that_come_in_one_turn_all_get_the_answer(
+    first: GatewayCluster, second: GatewayCluster, where: str
+) -> None:
+    """An answer that is complete has no later reader: each is told all of it, nobody waits."""
+    token, _ = whole(first, "/v1/chat/completions", CHAT)
+    cluster = first if where == "here" else second
+
+    async def read() -> int:
+        telling = await resume(cluster.serving, token, "", "")
+        count = 0
+        while not telling.generation.done:
+            count += len(await telling.generation.parts(1.0))
+        return count
+
+    async def all_of_them() -> list[int]:
+        return await asyncio.wait_for(asyncio.gather(*(read() for _ in range(4))), 5)
+
+    counts = cluster.call(all_of_them)
+    assert len(set(counts)) == 1 and counts[0] > 2
 
 
 def test_nobody_comes_back(tmp_path: Any) -> None:

@@ -136,7 +136,8 @@ class Comebacks:
             spec = msgspec.structs.replace(spec, gateway=gateway.me, resume_ms=ready.window_ms)
             gateway.feed(Submitted(spec, ready.resumable_id))
         else:
-            gateway.feed(ReaderBack(ready.resumable_id))
+            name = ready.resumable_id
+            gateway.feed(ReaderBack(name, (name,)))
 
     def on_refusal(self, gateway: Process, refused: NotResumed) -> None:
         """There is nothing to resume, or not now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
@@ -143,7 +144,7 @@ def test_a_reader_that_comes_back_is_told_everything() -> None:
     play.feed(CLAIM, call(ClaimResumable))
     play.answered(given(1), Like(Ready, submit=False))
     told = Like(Deliver, request_id="c", index=0, ids=(50, 51, 52))
-    play.feed(ReaderBack("c"), told, sent(D, TokensBounded, upto=9))
+    play.feed(ReaderBack("c", ("c",)), told, sent(D, TokensBounded, upto=9))
     assert play.wait(WINDOW_MS / 1000 + 1) == []
 
 
@@ -191,7 +192,7 @@ def test_what_is_too_long_is_over_whoever_asks_again() -> None:
     """A refusal for good that its client did not hear is told when it comes back, and ends it."""
     play = Gateway()
     play.claimed()
-    play.do(ReaderBack("c"))
+    play.do(ReaderBack("c", ("c",)))
     play.do(Received(R, RequestRefused("c", Reason.TOO_LONG, "380 of 320")))
     assert [end.outcome.reason for end in play.ends()] == [Reason.TOO_LONG]
     assert isinstance(play.op(CloseResumable), CloseResumable)
@@ -210,7 +211,7 @@ def test_an_answer_is_kept_by_the_ledger() -> None:
     other.feed(CLAIM, call(ClaimResumable))
     other.answered(given(1, answer=close.answer), Like(Ready, submit=False))
     told = Like(Deliver, index=0, ids=(50, 51), finish=FinishReason.STOP)
-    other.feed(ReaderBack("c"), told, Like(End, request_id="c"))
+    other.feed(ReaderBack("c", ("c",)), told, Like(End, request_id="c"))
     assert not other.machine.state.kept
 
 
@@ -228,7 +229,7 @@ def test_an_end_that_overtakes_its_reader_waits_for_it() -> None:
         play.answered(given(1), kind=CloseResumable)
         if reads:
             told = Like(Deliver, index=0, ids=(50, 51), finish=FinishReason.STOP)
-            play.feed(ReaderBack("c"), told, Like(End, request_id="c"))
+            play.feed(ReaderBack("c", ("c",)), told, Like(End, request_id="c"))
         else:
             play.wait(WINDOW_MS / 1000 + 1)
         assert not play.machine.state.kept
@@ -244,7 +245,7 @@ def test_the_ledger_is_told_of_the_end_until_it_answers() -> None:
         assert any(isinstance(c, CallLedger) for c in play.wait(6))
     play.feed(CLAIM, call(ClaimResumable))
     play.answered(Unavailable("away"), Like(Ready, submit=False), kind=ClaimResumable)
-    play.feed(ReaderBack("c"), Like(Deliver, ids=(50,)), Like(End))
+    play.feed(ReaderBack("c", ("c",)), Like(Deliver, ids=(50,)), Like(End))
     play.answered(Unavailable("away"), kind=CloseResumable)
     play.wait(WINDOW_MS / 1000)
     play.answered(Unavailable("away"), kind=CloseResumable)
@@ -392,6 +393,92 @@ def test_what_is_claimed_and_never_read_is_left_to_the_next_claim() -> None:
     assert not play.machine.state.kept
     play.feed(replace_claim("n2"), call(ClaimResumable))
     play.answered(given(2), Like(Ready, submit=True))
+
+
+def kept_answer() -> bytes:
+    """Return the record of an answer that is complete."""
+    play = Gateway()
+    play.opened()
+    play.tokens(0, 50, 51, finish=FinishReason.STOP)
+    return closing(play).answer
+
+
+def test_each_of_two_readers_that_come_at_once_is_told_the_answer() -> None:
+    """Both were given it before the first of them read; when all have read it is forgotten."""
+    play = Gateway()
+    answer = kept_answer()
+    play.do(CLAIM)
+    first = play.op(ClaimResumable)
+    play.do(replace_claim("n2"))
+    play.feed(LedgerAnswered(first, given(1, answer=answer)), Like(Ready, claim="n1"))
+    play.answered(given(2, answer=answer), Like(Ready, claim="n2", submit=False))
+    told = Like(Deliver, index=0, ids=(50, 51)), Like(End, request_id="c")
+    play.feed(ReaderBack("c", ("c",)), *told)
+    play.feed(ReaderBack("c", ("c",)), *told)
+    assert not play.machine.state.kept
+    assert play.machine.resuming.deadline() is None
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_reader_that_does_not_come_after_all_leaves_the_other_one_its_answer(
+    reads: bool,
+) -> None:
+    """It is not waited for longer than the window either."""
+    play = Gateway()
+    answer = kept_answer()
+    play.do(CLAIM)
+    first = play.op(ClaimResumable)
+    play.do(replace_claim("n2"))
+    play.do(LedgerAnswered(first, given(1, answer=answer)))
+    play.answered(given(2, answer=answer), Like(Ready, claim="n2", submit=False))
+    play.feed(ReaderGone("c"))
+    if reads:
+        play.feed(ReaderBack("c", ("c",)), Like(Deliver, ids=(50, 51)), Like(End))
+    else:
+        play.wait(WINDOW_MS / 1000 + 1)
+    assert not play.machine.state.kept
+
+
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_reader_that_was_given_what_has_left_meanwhile_hears_it(drains: bool) -> None:
+    """Between the ledger's answer and its reading another gateway has claimed it, or this one
+    drains: it must not wait for an answer that nobody has."""
+    play = Gateway()
+    play.opened()
+    play.tokens(0, 50)
+    play.do(ReaderGone("c"))
+    play.do(CLAIM)
+    play.answered(given(1), Like(Ready, submit=False))
+    play.do(DrainRequested() if drains else Received(R, RequestResumed("c", 2 << 16)))
+    reason = Reason.DRAINING if drains else Reason.SUPERSEDED
+    play.feed(
+        ReaderBack("c", ("c",)), Like(End, request_id="c", outcome=Like(Outcome, reason=reason))
+    )
+
+
+def test_what_is_submitted_after_it_was_left_or_cancelled_has_an_end() -> None:
+    """Its reader was given it to submit, and somebody else was quicker."""
+    for event in (ReaderGone("c"), CancelWanted("c")):
+        play = Gateway()
+        play.do(CLAIM)
+        play.answered(given(1), Like(Ready, submit=True))
+        play.do(event)
+        play.feed(Submitted(spec(), "c"), Like(End, request_id="c"))
+        assert not play.machine.state.sessions
+
+
+def test_the_window_of_who_is_about_to_read_does_not_end() -> None:
+    """It was claimed in time, however short the time between that and the reading."""
+    play = Gateway()
+    play.opened()
+    play.tokens(0, 50)
+    play.do(ReaderGone("c"))
+    play.wait(WINDOW_MS / 1000 - 0.001)
+    play.do(CLAIM)
+    play.answered(given(1), Like(Ready, submit=False))
+    play.wait(0.002)
+    play.feed(ReaderBack("c", ("c",)), Like(Deliver, ids=(50,)), sent(D, TokensBounded))
+    assert play.machine.state.sessions
 
 
 def replace_claim(name: str) -> ResumeWanted:

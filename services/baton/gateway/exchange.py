@@ -111,7 +111,7 @@ class Exchange:
         """Read a resumable request that is here, from its first id on; who read it before is told
         so."""
         stream = self._reader(resumable_id, request_ids)
-        self._post(ReaderBack(resumable_id))
+        self._post(ReaderBack(resumable_id, tuple(request_ids)))
         return stream
 
     def _reader(self, resumable_id: str, request_ids: Sequence[str]) -> Stream:

@@ -63,8 +63,8 @@ class Kept:
     closing_until: float = 0.0
     wait_s: float = 0.0
     """Before the ledger is told once more."""
-    awaited: bool = False
-    """A reader was given this and has not begun to read."""
+    awaited: int = 0
+    """Readers that were given this and have not begun to read."""
 
     def request_id(self, choice: str) -> str:
         """Return the id under which routers and workers know ``choice`` now."""

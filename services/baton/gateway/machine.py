@@ -155,7 +155,7 @@ class GatewayMachine:
             case ReaderGone():
                 return self.resuming.reader_gone(event, now)
             case ReaderBack():
-                return self.resuming.reader_back(event)
+                return self.resuming.reader_back(event, now)
             case CancelWanted():
                 return self.resuming.cancel(event, now)
             case TimePassed():

@@ -185,9 +185,11 @@ class Resuming:
         self, event: Submitted, refusal: tuple[Reason, str] | None, now: float
     ) -> list[Command]:
         """One choice of a kept request, as its recipe makes it."""
-        kept = self.state.kept.get(event.resumable_id)
-        if kept is None or kept.closing is not None:
-            return []  # its reader was told when it was left, or turned away
+        kept, choice = self.state.kept.get(event.resumable_id), event.spec.request_id
+        if kept is None:
+            return [self._left(choice)]
+        if kept.closing is not None:
+            return [End(choice, kept.answers[choice].outcome)]  # turned away, or cancelled
         kept.specs[event.spec.request_id] = event.spec
         if refusal is not None:
             return self._turned_away(kept, Outcome(Ending.REFUSED, None, *refusal), now)
@@ -230,6 +232,9 @@ class Resuming:
         if kept is None or kept.away_since is not None or kept.closing is not None:
             return []
         if not kept.specs:
+            if kept.awaited > 1:
+                kept.awaited -= 1  # an answer that another one was given too
+                return []
             # Nothing was submitted: its client left before. What was claimed may be claimed again.
             if kept.turn:
                 return self._leave(kept, _SUPERSEDED)
@@ -245,12 +250,16 @@ class Resuming:
         self._due.set(kept.resumable_id, now + kept.window_ms / 1000)
         return commands
 
-    def reader_back(self, event: ReaderBack) -> list[Command]:
+    def reader_back(self, event: ReaderBack, now: float) -> list[Command]:
         """Somebody reads: tell everything from the first id on, and lift the bound."""
         kept = self.state.kept.get(event.resumable_id)
         if kept is None:
-            return []
-        kept.away_since, kept.awaited = None, False
+            return [self._left(choice) for choice in event.choices]
+        kept.awaited = max(0, kept.awaited - 1)
+        return self._tell(kept, now)
+
+    def _tell(self, kept: Kept, now: float) -> list[Command]:
+        kept.away_since = None
         commands: list[Command] = []
         for choice in kept.choices:
             session = self.state.session_of(choice)
@@ -260,10 +269,18 @@ class Resuming:
                 commands += self.state.tell_bound(session)
                 session.bound = None
         if kept.closing is None:
-            self._due.set(kept.resumable_id, None)
-            if kept.ended:
-                del self.state.kept[kept.resumable_id]  # the ledger's answer: it is told now
+            if kept.ended and kept.awaited:
+                self._due.set(kept.resumable_id, now + kept.window_ms / 1000)
+            elif kept.ended:
+                self._forget(kept)  # the ledger's answer: it is told now
+            else:
+                self._due.set(kept.resumable_id, None)
         return commands
+
+    def _left(self, choice: str) -> End:
+        """It was given to a reader and has left before that one read: who has nothing to read must
+        not wait for it."""
+        return End(choice, _DRAINING if self._draining else _SUPERSEDED)
 
     def cancel(self, event: CancelWanted, now: float) -> list[Command]:
         """Its client wants no more of it."""
@@ -306,7 +323,7 @@ class Resuming:
         here = self._served_here(asking)
         if here is not None:
             del self._asking[claim]
-            return self._ready(claim, here, "here", submit=False)
+            return self._ready(claim, here, "here", now, submit=False)
         if (now - asking.since) * 1000 < self.state.limits.ledger_wait_ms:
             self._ask_again.set(claim, now + LEDGER_AGAIN_S)
             return []
@@ -351,7 +368,7 @@ class Resuming:
             return self._not_again(claim, asking, outcome)
         here = self._served_here(asking) if denial is Denial.UNKNOWN else None
         if here is not None:
-            return self._ready(claim, here, "here", submit=False)
+            return self._ready(claim, here, "here", now, submit=False)
         return [NotResumed(claim, Unresumable(denial.value)), _count(denial.value)]
 
     def _given(self, claim: str, asking: _Asking, given: Resumable, now: float) -> list[Command]:
@@ -364,9 +381,11 @@ class Resuming:
                 return []  # it was left meanwhile
             return self._go_on(here, given, now)
         last = here is not None and here.turn in (given.former, given.turn)
-        if here is not None and last and not given.answer:
+        # What is complete here and kept there is the same, and whoever was given it may still come.
+        same = here is not None and here.ended and here.record() == given.answer
+        if here is not None and (same or (last and not given.answer)):
             here.turn, here.token = given.turn, token
-            return self._ready(claim, here, "here", submit=False)
+            return self._ready(claim, here, "here", now, submit=False)
         commands = [] if here is None else self._leave(here, _SUPERSEDED)
         kept = Kept(
             resumable_id=op.resumable_id,
@@ -383,14 +402,18 @@ class Resuming:
         self.state.kept[kept.resumable_id] = kept
         if given.answer:
             kept.load(given.answer)
-            # Told as soon as its reader is there; it is for nobody if that takes too long.
-            self._due.set(kept.resumable_id, now + kept.window_ms / 1000)
-            return [*commands, *self._ready(claim, kept, "kept", submit=False)]
+            return [*commands, *self._ready(claim, kept, "kept", now, submit=False)]
         way = "opened" if isinstance(op, OpenResumable) else "again" if given.again else "moved"
-        return [*commands, *self._ready(claim, kept, way, submit=True)]
+        return [*commands, *self._ready(claim, kept, way, now, submit=True)]
 
-    def _ready(self, claim: str, kept: Kept, way: str, *, submit: bool) -> list[Command]:
-        kept.awaited = not submit
+    def _ready(
+        self, claim: str, kept: Kept, way: str, now: float, *, submit: bool
+    ) -> list[Command]:
+        if not submit:
+            kept.awaited += 1
+            if kept.closing is None and (kept.ended or kept.away_since is not None):
+                # Told as soon as its reader is there; it is for nobody if that takes too long.
+                self._due.set(kept.resumable_id, now + kept.window_ms / 1000)
         ready = Ready(claim, kept.resumable_id, kept.recipe, kept.window_ms, submit)
         return [ready, _note("resumable_ready", kept, way=way), _count(way)]
 
@@ -552,7 +575,7 @@ class Resuming:
             if kept.away_since is not None:
                 self._forget(kept)
                 return []
-            return [_count("kept"), *self.reader_back(ReaderBack(kept.resumable_id))]
+            return [_count("kept"), *self._tell(kept, now)]
         commands: list[Command] = [_count("again")]
         for choice in kept.choices:
             commands += self.attempts.begin(self._session(kept, choice, now), now)

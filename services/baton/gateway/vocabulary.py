@@ -87,6 +87,8 @@ class ReaderBack:
     """Somebody reads it, and has to be told everything from the first id on."""
 
     resumable_id: str
+    choices: tuple[str, ...]
+    """Told that they are over here, if the request has left meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
