@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import Any, TypeVar
 
-from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, TimePassed
-from baton.core.ids import Member, Peer, Role
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
-from baton.core.sampling import SamplingParams
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.session import HELD_RUNS_MAX
 from baton.gateway.vocabulary import (
     ClientGone,
     ClientsLeft,
-    Command,
     Deliver,
     End,
-    Event,
     LeaveClients,
     ReportsReady,
     ReportsWanted,
     StopMatched,
-    Submitted,
 )
-from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, LedgerAnswered, Measure, Send
-from baton.ports.ledger import Conflict, Done, EndRequest, Unavailable
-from baton.ports.transport import PeerLost, PeerUp, Received
+from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, Send
+from baton.ports.ledger import Conflict, EndRequest, Unavailable
+from baton.ports.transport import PeerLost, Received
 from baton.runtime.catalogue import CATALOGUE
 from baton.wire.messages import (
     FenceRequest,
@@ -39,137 +32,12 @@ from baton.wire.messages import (
     RequestEnded,
     RequestFailed,
     RequestFenced,
-    RequestPlaced,
-    RequestRefused,
-    RequestSpec,
     SubmitRequest,
     TokenChunk,
     TokenRun,
     TokensWanted,
 )
-from support.held import holdings
-from support.machine_playbook import is_look
-
-ME = Peer("gateway-0", 1)
-R0, R1 = Peer("router-0", 2), Peer("router-1", 3)
-P0 = Peer("prefill-0", 4)
-D0, D1 = Peer("decode-0", 5), Peer("decode-1", 6)
-ROLES = {R0: Role.ROUTER, R1: Role.ROUTER, P0: Role.PREFILL, D0: Role.DECODE, D1: Role.DECODE}
-
-T = TypeVar("T")
-
-
-def up(peer: Peer, role: Role | None = None) -> PeerUp:
-    role = role or ROLES[peer]
-    return PeerUp(Member(peer=peer, role=role, endpoint="", pid=1, boot_id="b"))
-
-
-class Talk:
-    """Feeds a machine, keeps what it said, and checks it after each event."""
-
-    def __init__(
-        self,
-        peers: Sequence[Peer] = (R0, P0, D0, D1),
-        limits: Limits | None = None,
-        **place: bool,
-    ) -> None:
-        self.limits = limits or Limits()
-        self.machine = GatewayMachine(ME, self.limits, **place)
-        self.now = 100.0
-        self.all: list[Command] = []
-        self.feed(LeaseChanged(LeaseState.HELD))
-        for peer in peers:
-            self.feed(up(peer))
-
-    def feed(self, event: Event) -> list[Command]:
-        commands = self.machine.handle(event, self.now)
-        commands = [each for each in commands if not is_look(each)]
-        self.machine.check()
-        holdings(self.machine)
-        for command in commands:
-            if isinstance(command, Measure):
-                assert CATALOGUE[command.name].labels.keys() == command.labels.keys()
-        self.all += commands
-        return commands
-
-    def hear(self, peer: Peer, message: Any) -> list[Command]:
-        return self.feed(Received(peer, message))
-
-    def submit(self, request_id: str = "r", max_tokens: int = 100, **values: Any) -> list[Command]:
-        return self.feed(Submitted(spec(request_id, max_tokens, **values)))
-
-    def place(
-        self, epoch: int = 1, decode: Peer = D0, prefill: Peer | None = P0, request_id: str = "r"
-    ) -> list[Command]:
-        placed = RequestPlaced(request_id=request_id, epoch=epoch, decode=decode, prefill=prefill)
-        return self.hear(R0, placed)
-
-    def tokens(
-        self,
-        peer: Peer,
-        index: int,
-        ids: Sequence[int],
-        epoch: int = 1,
-        finish: FinishReason | None = None,
-    ) -> list[Command]:
-        run = TokenRun(request_id="r", epoch=epoch, index=index, ids=tuple(ids), finish=finish)
-        return self.hear(peer, TokenChunk(runs=(run,)))
-
-    def pass_time(self, seconds: float) -> list[Command]:
-        """Let time pass; the machine is woken exactly when it asked to be."""
-        until = self.now + seconds
-        out: list[Command] = []
-        for _ in range(1000):
-            due = self.machine.deadline()
-            if due is None or due > until:
-                break
-            self.now = max(self.now, due)
-            out += self.feed(TimePassed())
-        else:
-            raise AssertionError("the machine asks to be woken for ever")
-        self.now = until
-        return out
-
-    def answer(self, reply: Any) -> list[Command]:
-        """Answer the last ledger call."""
-        call = only(self.all[::-1], CallLedger, first=True)
-        return self.feed(LedgerAnswered(call.op, reply))
-
-    @property
-    def delivered(self) -> list[int]:
-        return [i for c in self.all if isinstance(c, Deliver) for i in c.ids]
-
-    @property
-    def ends(self) -> list[End]:
-        return [c for c in self.all if isinstance(c, End)]
-
-
-def spec(request_id: str = "r", max_tokens: int = 100, deadline_ms: int = 600_000) -> RequestSpec:
-    return RequestSpec(
-        request_id=request_id,
-        gateway=ME,
-        prompt=array("I", [1, 2, 3]).tobytes(),
-        sampling=SamplingParams(seed=1),
-        max_tokens=max_tokens,
-        deadline_ms=deadline_ms,
-    )
-
-
-def only(commands: Sequence[Command], kind: type[T], *, first: bool = False) -> T:
-    found = [command for command in commands if isinstance(command, kind)]
-    assert found, f"no {kind.__name__} in {commands}"
-    assert first or len(found) == 1, found
-    return found[0]
-
-
-def sent(commands: Sequence[Command], kind: type[T]) -> list[tuple[Peer, T]]:
-    return [
-        (c.peer, c.message) for c in commands if isinstance(c, Send) and isinstance(c.message, kind)
-    ]
-
-
-DONE = Done(epoch=1, state=RequestState.COMPLETED)
-
+from support.gateway_talk import D0, D1, DONE, ME, P0, R0, R1, Talk, only, sent, up
 
 # --- the usual way ------------------------------------------------------------------------------
 
@@ -389,179 +257,6 @@ def test_only_the_router_of_a_request_may_give_it_up() -> None:
         talk.feed(up(R1))
         talk.hear(peer, failed)
         assert len(talk.ends) == ends, peer
-
-
-# --- routers ------------------------------------------------------------------------------------
-
-
-def test_routers_take_turns() -> None:
-    """Requests go to the routers in turn."""
-    talk = Talk(peers=(R0, R1, P0, D0))
-    peers = [sent(talk.submit(f"r{i}"), SubmitRequest)[0][0] for i in range(4)]
-    assert sorted(peers) == [R0, R0, R1, R1]
-
-
-def test_lost_router_before_placement_means_another_router() -> None:
-    """The same id goes to another router; a placed request goes on without its router."""
-    talk = Talk(peers=(R0, R1, P0, D0))
-    first = sent(talk.submit(), SubmitRequest)[0][0]
-    other = R1 if first == R0 else R0
-    ((peer, again),) = sent(talk.feed(PeerLost(first, "died")), SubmitRequest)
-    assert peer == other
-    assert again.spec.request_id == "r"
-    talk.hear(other, RequestPlaced(request_id="r", epoch=1, decode=D0))
-    assert not talk.feed(PeerLost(other, "died"))
-    talk.tokens(D0, 0, [1])
-    assert talk.delivered == [1]
-
-
-def test_lost_router_is_waited_for() -> None:
-    """With no other router the request waits for the restarted one, up to the queue's limit."""
-    talk = Talk()
-    talk.submit()
-    talk.feed(PeerLost(R0, "died"))
-    talk.pass_time(5)
-    assert not talk.ends
-    assert sent(talk.feed(up(R1)), SubmitRequest)
-    talk.feed(PeerLost(R1, "died"))
-    talk.pass_time(120)
-    assert talk.ends[0].outcome.reason is Reason.NO_ROUTER
-
-
-def test_no_router_at_all_is_refused_soon() -> None:
-    """A gateway that never saw a router refuses within the lease's time."""
-    talk = Talk(peers=(P0, D0))
-    talk.submit()
-    assert not talk.ends
-    talk.pass_time(talk.limits.lease_ttl_ms / 1000 + 0.1)
-    assert talk.ends[0].outcome.reason is Reason.NO_ROUTER
-    assert talk.ends[0].outcome.ending is Ending.REFUSED
-
-
-def test_refusal_reaches_the_client_with_its_retry_time() -> None:
-    """What the router refuses is refused to the client at once."""
-    talk = Talk()
-    talk.submit()
-    out = talk.hear(
-        R0,
-        RequestRefused(
-            request_id="r", reason=Reason.OVERLOADED, message="full", retry_after_ms=700
-        ),
-    )
-    end = only(out, End)
-    assert end.outcome.reason is Reason.OVERLOADED
-    assert end.retry_after_ms == 700
-
-
-def test_refusal_after_a_resubmission_by_the_wrong_router_is_ignored() -> None:
-    """Only the router that has the request may refuse it."""
-    talk = Talk(peers=(R0, R1, P0, D0))
-    first = sent(talk.submit(), SubmitRequest)[0][0]
-    other = R1 if first == R0 else R0
-    talk.hear(other, RequestRefused(request_id="r", reason=Reason.OVERLOADED, message=""))
-    assert not talk.ends
-
-
-# --- losses -------------------------------------------------------------------------------------
-
-
-def test_lost_decode_is_waited_for_then_fails() -> None:
-    """Nobody takes over: a clear failure within the recovery limit, never silence."""
-    talk = Talk()
-    talk.submit()
-    talk.place()
-    talk.tokens(D0, 0, [1, 2])
-    talk.feed(PeerLost(D0, "died"))
-    talk.pass_time(talk.limits.recovery_ms / 1000 - 0.1)
-    assert not talk.ends
-    talk.pass_time(0.2)
-    assert talk.ends[0].outcome.reason is Reason.WORKER_LOST
-    assert talk.ends[0].outcome.completion_tokens == 2
-
-
-def test_lost_decode_with_a_take_over_goes_on() -> None:
-    """A fence and a placement after the loss continue the same answer."""
-    talk = Talk()
-    talk.submit()
-    talk.place()
-    talk.tokens(D0, 0, [1])
-    talk.feed(PeerLost(D0, "died"))
-    talk.pass_time(5)
-    talk.hear(R0, FenceRequest(request_id="r", epoch=2))
-    talk.pass_time(5)
-    talk.place(epoch=2, decode=D1)
-    talk.pass_time(60)
-    assert not talk.ends
-    talk.tokens(D1, 0, [1, 2], epoch=2)
-    assert talk.delivered == [1, 2]
-
-
-def test_lost_decode_after_its_router_goes_to_another_router() -> None:
-    """Whatever the order of the two losses, a router that lives is asked to take over, once."""
-    for losses in ((R0, D0), (D0, R0)):
-        talk = Talk()
-        talk.submit()
-        talk.place()
-        talk.tokens(D0, 0, [1])
-        for peer in losses:
-            talk.feed(PeerLost(peer, "died"))
-        assert [p for p, _ in sent(talk.feed(up(R1)), SubmitRequest)] == [R1]
-        assert not sent(talk.feed(up(Peer("router-9", 9), Role.ROUTER)), SubmitRequest)
-        talk.hear(R1, FenceRequest(request_id="r", epoch=2))
-        placed = RequestPlaced(request_id="r", epoch=2, decode=D1)
-        talk.hear(R1, placed)
-        talk.tokens(D1, 1, [2], epoch=2, finish=FinishReason.STOP)
-        assert talk.delivered == [1, 2]
-
-
-def test_lost_prefill_matters_only_before_decode_spoke() -> None:
-    """Prefill's death after the hand-over changes nothing."""
-    talk = Talk()
-    talk.submit()
-    talk.place()
-    talk.tokens(D0, 0, [1])
-    talk.feed(PeerLost(P0, "died"))
-    talk.pass_time(60)
-    assert not talk.ends
-    late = Talk()
-    late.submit()
-    late.place()
-    late.feed(PeerLost(P0, "died"))
-    late.pass_time(60)
-    assert late.ends[0].outcome.reason is Reason.WORKER_LOST
-
-
-def test_placement_on_a_worker_that_never_appears_fails() -> None:
-    """A placement names a worker without a link: it turns up in time, or the request fails."""
-    talk = Talk(peers=(R0, P0))
-    talk.submit()
-    talk.place()
-    talk.pass_time(60)
-    assert talk.ends[0].outcome.reason is Reason.WORKER_LOST
-    talk = Talk(peers=(R0, P0))
-    talk.submit()
-    talk.place()
-    talk.feed(up(D0))
-    talk.pass_time(60)
-    assert not talk.ends
-
-
-def test_deadline_expires() -> None:
-    """A request older than its deadline ends as expired."""
-    talk = Talk()
-    talk.submit(deadline_ms=30_000)
-    talk.place()
-    talk.tokens(D0, 0, [1])
-    talk.pass_time(31)
-    assert talk.ends[0].outcome.ending is Ending.EXPIRED
-
-
-def test_unplaced_request_is_refused_after_the_queue_limit() -> None:
-    """A router that never places is not waited for without end."""
-    talk = Talk()
-    talk.submit()
-    talk.pass_time(62)
-    assert talk.ends[0].outcome.reason is Reason.OVERLOADED
 
 
 # --- ends and the ledger ------------------------------------------------------------------------
