@@ -43,7 +43,9 @@ from support.router_playbook import (
     D1,
     D_AGAIN,
     FENCE,
+    PLACED_AGAIN,
     ROLES,
+    SIZE,
     D,
     G,
     P,
@@ -98,6 +100,41 @@ def test_a_worker_without_the_attempt_is_nobodys_failure() -> None:
     play = adopted()
     play.failed(D, Reason.UNKNOWN_ATTEMPT, Like(Send), Like(Send), FENCE)
     assert play.machine.state.entries["r"].blames == []
+
+
+@pytest.mark.parametrize("known", ["before", "after"])
+def test_an_open_end_is_cut_to_the_arenas_by_each_router_that_has_it(known: str) -> None:
+    """Its gateway has it as the client sent it, with all of the model's context: it would fit
+    nowhere once its decode worker is lost. Whether the arenas are known at the adoption, or only
+    later, to a router that has just started."""
+    play = Router(workers=(P,))
+    if known == "before":
+        play.ready(D, blocks=4)
+        play.wait(2.1)
+    submitted = SubmitRequest(spec(max_tokens=5_000, open_ended=True), 2, begun=True, decode=D)
+    play.hear(G, submitted, call(AdoptRequest))
+    play.do(LedgerAnswered(play.last(CallLedger).op, Adopted(1, R.DECODING, 1, 0, D, None)))
+    if known == "after":
+        play.up(D, ROLES[D], sent(D, WorkAdopted))
+        play.ready(D, blocks=4)
+        play.wait(2.1)
+    play.do_lose(D)
+    play.fenced(call(RetryRequest, epoch=1), output=ids(50))
+    play.ready(D_AGAIN, blocks=4)
+    play.answered(Done(2, R.ADMITTED), call(PlaceRequest, epoch=2))
+    assert play.machine.state.entries["r"].spec.max_tokens == 4 * SIZE - 20
+
+
+def test_an_adopted_request_waits_for_an_arena_that_holds_it() -> None:
+    """It ran in one: that one's owner will be back. Nothing is refused for its length."""
+    play = Router(workers=(P,))
+    submitted = SubmitRequest(spec(max_tokens=40), 2, begun=True, decode=D)
+    play.hear(G, submitted, call(AdoptRequest))
+    play.answered(Adopted(1, R.ADMITTED, 1, 0, None, None), FENCE)
+    play.ready(D1, blocks=2)
+    play.wait(2.1)
+    play.retried(output=ids(50))
+    play.ready(D_AGAIN, PLACED_AGAIN, blocks=4)
 
 
 def test_failures_are_counted_across_routers() -> None:

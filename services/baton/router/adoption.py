@@ -25,14 +25,17 @@ class Adoption:
 
     def begin(self, message: SubmitRequest, now: float) -> None:
         """Ask the ledger for the record. Nothing else refuses it: it was admitted once."""
-        entry = Entry.create(message.spec, now - message.age_ms / 1000)
+        # Its gateway has it as its client sent it: the router before had cut an open end.
+        placement = self.state.placement
+        entry = Entry.create(placement.fitted(message.spec), now - message.age_ms / 1000)
         entry.phase = Phase.ADOPTING
         entry.turn, entry.epoch = message.turn, message.epoch
         entry.decode, entry.prefill = message.decode, message.prefill
         entry.base, entry.decode_lost = message.base, message.decode_lost
         entry.held = message.held
         entry.placed_once = message.begun
-        entry.unmeasured = not message.begun
+        known = placement.largest_tokens() and not self.state.starting(now)
+        entry.unmeasured = not (message.begun and known)
         entry.ledger_since = now
         self.state.entries[message.spec.request_id] = entry
         self.attempts.ask_again(entry, now)

@@ -227,11 +227,8 @@ class Attempts:
         for entry in self.state.queue:
             if entry.not_before > now:
                 continue
-            if entry.unmeasured and not self.state.starting(now):
-                entry.spec = self.state.placement.fitted(entry.spec)
-                if (text := self.state.placement.too_long(entry.spec)) is not None:
-                    self.verdicts.refuse(entry, now, Reason.TOO_LONG, text)
-                    continue
+            if entry.unmeasured and not self.state.starting(now) and self._measure(entry, now):
+                continue
             waits = entry.looked_at and not again
             place = None if waits else self.state.placement.choose(entry, now)
             if place is None:
@@ -255,6 +252,17 @@ class Attempts:
             entry.ledger_since = now
             self.state.note("chosen", entry, decode=str(place.decode), why=place.why)
             self.ask_again(entry, now)
+
+    def _measure(self, entry: Entry, now: float) -> bool:
+        """Cut it to the arenas that are known by now; return whether it is refused because none
+        holds it. One that ran somewhere waits for that worker's successor instead."""
+        placement = self.state.placement
+        entry.unmeasured = not placement.largest_tokens()
+        entry.spec = placement.fitted(entry.spec)
+        text = None if entry.begun else placement.too_long(entry.spec)
+        if text is not None:
+            self.verdicts.refuse(entry, now, Reason.TOO_LONG, text)
+        return text is not None
 
     def _start_attempt(self, entry: Entry, now: float) -> None:
         """The attempt is counted: tell everybody."""

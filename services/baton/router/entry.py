@@ -87,7 +87,7 @@ class Entry:
     refusals: int = 0
     """Placements in a row that a worker refused."""
     unmeasured: bool = False
-    """Taken in before any arena was known that would hold it, or not."""
+    """Taken in before the arenas were known that would hold it, or not."""
     placed_once: bool = False
     recovering_since: float | None = None
     not_before: float = 0.0
