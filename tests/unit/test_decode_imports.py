@@ -203,3 +203,15 @@ def test_without_a_router_everything_is_computed_here() -> None:
     command = imports(play)
     play.lose(R, gone=True)
     imported(play, command, 0, STEP)
+
+
+def test_an_attempt_whose_import_still_runs_is_not_begun_again() -> None:
+    """A ledger that lost its last writes has one attempt placed twice: the thread's answer is for
+    the first time."""
+    play = Decode()
+    command = imports(play)
+    play.cancel("r", epoch=2)
+    refused = sent(R, WorkRefused, epoch=2, reason=Reason.STALE_EPOCH)
+    play.reserve(spec(max_tokens=9), None, refused, epoch=2, output=OUTPUT, source="decode-1")
+    imported(play, command, 2)
+    assert play.used() == 0

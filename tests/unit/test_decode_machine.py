@@ -474,6 +474,19 @@ def test_a_lower_epoch_is_refused_and_the_same_one_is_a_repetition() -> None:
     assert "r" in play.machine.state.sequences
 
 
+def test_an_attempt_that_is_not_given_back_yet_is_not_begun_again() -> None:
+    """A ledger that lost its last writes has one attempt placed twice: what its writer may still
+    store into belongs to the first time, and comes back once."""
+    play = Decode()
+    play.remote(spec())
+    play.cancel("r", sent(P, TicketRevoked))
+    refused = sent(R, WorkRefused, epoch=1, reason=Reason.STALE_EPOCH)
+    play.reserve(spec(), P, refused)
+    play.hear(P, WriterStopped("r", 1))
+    assert play.used() == 0
+    play.remote(spec())
+
+
 def test_a_higher_epoch_replaces_what_is_here_in_mid_step() -> None:
     """(16) The old attempt's blocks stay pinned by its step; its result goes nowhere."""
     play = Decode()

@@ -234,6 +234,23 @@ def test_a_ticket_may_overtake_its_assignment() -> None:
     assert not play.machine.state.early
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_ticket_of_another_decode_worker_for_the_same_attempt_is_refused(early: bool) -> None:
+    """A ledger that lost its last writes has the attempt placed twice. Whoever is not in the
+    assignment hears so, and does not wait for a prompt that nobody computes for it."""
+    play = Prefill()
+    play.link(E)
+    theirs = msgspec.structs.replace(ticket("r", 6), arena=arena(E))
+    refused = sent(E, PrefillFailed, epoch=1, reason=Reason.STALE_EPOCH)
+    if early:
+        play.hear(E, theirs)
+        play.assign(spec(), refused)
+    else:
+        play.assign(spec())
+        play.hear(E, theirs, refused)
+    play.ticket("r", 6, STARTED, CHUNK)
+
+
 @pytest.mark.parametrize("first", ["assignment", "ticket"])
 def test_a_ticket_without_blocks_says_that_there_is_nothing_to_do(first: str) -> None:
     """Decode computes the little that it has not cached; whichever message comes first."""

@@ -33,6 +33,10 @@ class Admission:
             return Reason.DRAINING, "this worker is draining"
         if self.state.lease is not LeaseState.HELD:
             return Reason.SUSPECT, "this worker cannot renew its lease"
+        key = spec.request_id, message.epoch
+        if key in self.handover.tickets or key in self.imports.running:
+            # The ledger had lost that it was placed here: only a later epoch can be told apart.
+            return Reason.STALE_EPOCH, "what this attempt had here is not given back yet"
         if len(state.sequences) >= state.limits.reservations_max:
             return Reason.QUEUE_FULL, "reservations_max sequences are here"
         capacity = state.pool.total * state.block_size

@@ -56,7 +56,7 @@ class Admission:
         self.state.jobs[request_id] = job
         early = self.state.early.pop(job.key, None)
         if early is not None:
-            self._accept(job, early[0], early[1])
+            self.ticket(early[1], early[0], now)
 
     def _why_not(self, message: AssignPrefill) -> tuple[Reason, str] | None:
         if self.state.draining:
@@ -92,11 +92,12 @@ class Admission:
     def ticket(self, peer: Peer, ticket: Ticket, now: float) -> None:
         """Give it to its job, or keep it until that is assigned."""
         job = self.state.jobs.get(ticket.request_id)
-        if job is not None and job.epoch == ticket.epoch:
-            if job.decode == peer and job.ticket is None:
+        if job is not None and job.epoch == ticket.epoch and job.decode == peer:
+            if job.ticket is None:
                 self._accept(job, ticket, peer)
             return
-        stale = job is not None and job.epoch > ticket.epoch
+        # Of the same epoch, but another decode worker's: the ledger had lost where it was placed.
+        stale = job is not None and job.epoch >= ticket.epoch
         if stale or len(self.state.early) >= self.state.limits.prefill_queue_max:
             reason = Reason.STALE_EPOCH if stale else Reason.QUEUE_FULL
             self.state.send(peer, PrefillFailed(ticket.request_id, ticket.epoch, reason))
