@@ -836,6 +836,16 @@ def test_only_the_blamed_rows_of_a_failed_step_end() -> None:
 # --- life ---------------------------------------------------------------------------------------
 
 
+def test_who_is_handed_over_is_told_apart_from_who_is_computed_here() -> None:
+    """Both wait; routers shorten what they expect of chunks for the one that joins."""
+    play = Decode()
+    play.remote(spec("a"))
+    play.local(spec("b", first=60))
+    play.wait(0.1)
+    told = play.messages(WorkerStatus)[-1]
+    assert (told.waiting, told.joining) == (2, 1)
+
+
 def test_a_request_that_came_and_went_between_two_statuses_is_told() -> None:
     """The router counts its blocks until the next status, which must not wait for the beat."""
     play = Decode()

@@ -48,6 +48,8 @@ ENDED = Outcome(Ending.COMPLETED)
 STATUS = WorkerStatus(
     accepting=True,
     running=1,
+    waiting=2,
+    joining=1,
     queued_tokens=1,
     blocks_total=9,
     blocks_free=8,
@@ -92,7 +94,8 @@ CASES: list[tuple[AnyMessage, str, list[Any]]] = [
     (ChunkAnnounced("r", 1, (BlockSum(0, 1, 16, 9),)), "sums.0.1", [-1, 2**32]),
     (ChunkAnnounced("r", 1, (BlockSum(0, 1, 16, 9),)), "sums.0.2", [-1, 0]),
     (PrefillCommitted("r", 1, 7), "first_id", [-1, 2**31]),
-    (WorkerStatus(accepting=True, waiting=1), "waiting", [-1, *NO_COUNTS]),
+    (STATUS, "waiting", [-1, STATUS.joining - 1, *NO_COUNTS]),
+    (STATUS, "joining", [-1, STATUS.waiting + 1, *NO_COUNTS]),
     (STATUS, "running", [-1, *NO_COUNTS]),
     (STATUS, "queued_tokens", [-1, *NO_COUNTS]),
     (STATUS, "context_tokens", [-1, *NO_COUNTS]),

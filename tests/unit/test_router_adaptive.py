@@ -95,6 +95,19 @@ def test_a_long_prompt_goes_to_prefill_while_streams_run() -> None:
     play.goes("r", 1_000, D, P)
 
 
+def test_what_was_given_counts_as_joining_until_the_worker_tells() -> None:
+    """What a prefill worker computes does, what decode computes itself does not."""
+    play = Adaptive()
+    play.says(D, **busy(8))
+    view = play.machine.state.placement.workers[D]
+    play.goes("local", 20, D, None)
+    assert view.joining == 0
+    play.goes("remote", 1_000, D, P)
+    assert view.joining == 1
+    play.says(D, waiting=2, joining=2)
+    assert view.joining == 2
+
+
 def test_decode_helps_when_prefill_is_overloaded() -> None:
     """Within the slack of its streams: the first token would come too late on the other way."""
     play = Adaptive()

@@ -113,15 +113,24 @@ def test_who_is_on_its_way_meets_two_steps() -> None:
     they are lost as well. A prompt that decode computes itself joins nobody."""
     estimator = Estimator(Slo(2.0, 0.1))
     need = Need(tokens=256, cached=0, waited_s=0.0)
+
+    def joins(joining: int, **status: int) -> WorkerView:
+        return view(D, Role.DECODE, waiting=joining, joining=joining, **status)
+
     calm = estimator.local(view(D, Role.DECODE, running=2), CURVE, need, ahead=4)
-    joined = estimator.local(view(D, Role.DECODE, running=2, waiting=1), CURVE, need, ahead=4)
+    joined = estimator.local(joins(running=2, joining=1), CURVE, need, ahead=4)
     assert calm.step_s > 0.06 and joined.step_s <= 0.04 and joined.lost == 0
-    alone = estimator.local(view(D, Role.DECODE, waiting=1), CURVE, need, ahead=4)
+    alone = estimator.local(joins(joining=1), CURVE, need, ahead=4)
     assert alone.step_s <= 0.04
     prompt = view(D, Role.DECODE, running=2, waiting=1, queued_tokens=100)
     assert estimator.local(prompt, CURVE, need, ahead=4).step_s == calm.step_s
+    given = view(D, Role.DECODE, running=2)
+    given.placed, given.placed_joining = 1, 1
+    assert estimator.local(given, CURVE, need, ahead=4).step_s == joined.step_s
+    given.refresh(given.status)
+    assert estimator.local(given, CURVE, need, ahead=4).step_s == calm.step_s
     steep = StepCurve((1, 8, 64), (8_000, 9_000, 80_000))
-    decode = view(D, Role.DECODE, running=4, waiting=2, context_tokens=800)
+    decode = joins(running=4, joining=2, context_tokens=800)
     assert Estimator(Slo(5.0, 0.03)).local(decode, steep, need, ahead=4).stalled == 2
     assert Estimator(Slo(5.0, 0.015)).local(decode, steep, need, ahead=4).stalled == 6
 

@@ -35,7 +35,8 @@ class View:
         stages = self._stages()
         waiting = sum(map(stages.count, _WAITING))
         writers = tuple(sorted(self.handover.writers))
-        return self._accepting(), self.state.mixed, writers, waiting, stages.count(Stage.RUNNING)
+        joining, running = stages.count(Stage.REMOTE), stages.count(Stage.RUNNING)
+        return self._accepting(), self.state.mixed, writers, waiting, joining, running
 
     def _accepting(self) -> bool:
         return not self.state.draining and self.state.lease is LeaseState.HELD
@@ -50,6 +51,7 @@ class View:
             accepting=self._accepting(),
             running=stages.count(Stage.RUNNING),
             waiting=sum(map(stages.count, _WAITING)),
+            joining=stages.count(Stage.REMOTE),
             queued_tokens=sum(s.length - s.computed for s in sequences if s.stage is Stage.LOCAL),
             blocks_total=self.state.pool.total,
             blocks_free=self.state.pool.available(),

@@ -149,10 +149,9 @@ class Estimator:
         most = max(unit, status.chunk_tokens)
         chunk, middle = most, (need.cached + need.tokens) // 2
         calm = curve.seconds(rows, context) if rows else 0.0
-        joining = _joining(view)
-        if rows or joining:
+        if rows or view.joining:
             # As decode will: who joins waits for the rest of a step and for one of its own.
-            limit_s = self.slo.step_s(calm) / (1 + (joining > 0))
+            limit_s = self.slo.step_s(calm) / (1 + (view.joining > 0))
             chunk = curve.chunk_within(
                 limit_s, middle, most=most, unit=unit, rows=rows, context=context
             )
@@ -229,7 +228,7 @@ class Estimator:
         calm = curve.seconds(rows, context) if rows else 0.0
         stalled = 0
         if prefill is None and calm <= slo.itl_s:
-            stalled = rows * (slo.itl_s < step_s) + _joining(view) * (slo.itl_s < 2 * step_s)
+            stalled = rows * (slo.itl_s < step_s) + view.joining * (slo.itl_s < 2 * step_s)
         # What is on its way there will be a row as well.
         held = rows + status.waiting + view.placed
         before = curve.seconds(held, context) if held else 0.0
@@ -247,10 +246,3 @@ class Estimator:
             stalled=stalled,
             crowded=crowded,
         )
-
-
-def _joining(view: WorkerView) -> int:
-    """Return how many are being handed over to a decode worker, as far as it can be told: of those
-    that wait there one at least computes its prompt there, where tokens of prompts wait."""
-    local = view.status.queued_tokens + view.placed_tokens > 0
-    return max(0, view.status.waiting + view.placed - local)

@@ -255,6 +255,7 @@ class Placement:
             prefill = self.workers[place.prefill]
             prefill.given()
             prefill.placed_tokens += rest
+            decode.placed_joining += 1
         else:
             decode.placed_tokens += rest
         decode.sent[entry.spec.request_id] = entry

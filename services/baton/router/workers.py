@@ -61,6 +61,8 @@ class WorkerView:
     health: Health = field(default_factory=Health)
     placed: int = 0
     """Given since the last status."""
+    placed_joining: int = 0
+    """Those of them whose prompt a prefill worker computes."""
     placed_blocks: int = 0
     placed_tokens: int = 0
     leaving: bool = False
@@ -74,7 +76,7 @@ class WorkerView:
         self.leaving = not status.accepting and (self.leaving or self.status.accepting)
         self.status = status
         self.changes += 1
-        self.placed = self.placed_blocks = self.placed_tokens = 0
+        self.placed = self.placed_joining = self.placed_blocks = self.placed_tokens = 0
 
     def given(self) -> None:
         """A request goes there."""
@@ -90,6 +92,11 @@ class WorkerView:
         """It had a part in an answer that is complete."""
         self.health.succeeded()
         self.changes += 1
+
+    @property
+    def joining(self) -> int:
+        """How many are being handed over to a decode worker."""
+        return self.status.joining + self.placed_joining
 
     @property
     def free_blocks(self) -> int:

@@ -351,6 +351,8 @@ class WorkerStatus(Message, frozen=True):
     """False while draining, suspect or hung."""
     running: Count = 0
     waiting: Count = 0
+    joining: Count = 0
+    """Of decode: those of them whose prompt a prefill worker computes."""
     queued_tokens: Count = 0
     blocks_total: BlockCount = 0
     blocks_free: BlockCount = 0
@@ -379,6 +381,8 @@ class WorkerStatus(Message, frozen=True):
     def __post_init__(self) -> None:
         if self.blocks_free > self.blocks_total:
             raise ValueError(f"{self.blocks_free} of {self.blocks_total} blocks are free")
+        if self.joining > self.waiting:
+            raise ValueError(f"{self.joining} of {self.waiting} that wait are handed over")
         self.curve.verify()
 
 
