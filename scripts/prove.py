@@ -7,7 +7,8 @@ the other they take the sum of both. The computing ones go at a lower priority, 
 with a clock in it starves; what they say is printed when both have ended. With a path or `-k`
 among the arguments it is one pytest as usual.
 
-The exit code is 0 only if both were.
+The exit code is 0 only if both were. A SIGTERM or Ctrl-C ends both in order, clusters and all: then
+it is 143 or 130.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 WAITING = ("tests/integration", "tests/e2e")
@@ -34,40 +37,62 @@ COMPUTING = tuple(
 NICE = 5
 
 
+class Both:
+    """The two, and the signal that ends them.
+
+    They hear signals from here alone, each once: in this process group a Ctrl-C, or `timeout`,
+    would reach them as well, and the second one would break off the ending of their clusters.
+    """
+
+    def __init__(self) -> None:
+        self.ended_by = 0
+        self._told = False
+        self._children: list[subprocess.Popen[bytes]] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end)
+
+    def run(self, commands: Sequence[Sequence[str]], outputs: Sequence[IO[str] | None]) -> int:
+        """Run them to their ends; return the first exit code that is not 0."""
+        self._children = [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output and subprocess.STDOUT,
+                process_group=0,
+            )
+            for command, output in zip(commands, outputs, strict=True)
+        ]
+        if self.ended_by and not self._told:
+            self._tell()
+        return next(filter(None, [child.wait() for child in self._children]), 0)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self.ended_by = number
+        self._tell()
+
+    def _tell(self) -> None:
+        for child in self._children:
+            self._told = True
+            child.send_signal(signal.SIGTERM)
+
+
 def main(arguments: list[str]) -> int:
     """Run what the arguments ask for; return the exit code."""
-    pytest = [sys.executable, "-m", "pytest"]
+    pytest = [sys.executable, "-m", "pytest", *arguments]
     paths = [ROOT / each.split("::")[0] for each in arguments if not each.startswith("-")]
     if any(each.startswith("-k") for each in arguments) or any(path.exists() for path in paths):
-        os.execv(sys.executable, [*pytest, *arguments])
-    began = time.monotonic()
+        os.execv(sys.executable, pytest)
+    began, both = time.monotonic(), Both()
     with tempfile.TemporaryFile("w+") as said:
-        computing = subprocess.Popen(
-            ["nice", "-n", str(NICE), *pytest, *arguments, *COMPUTING],
-            cwd=ROOT,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
-        try:
-            waiting = subprocess.run([*pytest, *arguments, *WAITING], cwd=ROOT, check=False)
-            computing.wait()
-        except KeyboardInterrupt:
-            return 130
-        finally:
-            if computing.poll() is None:
-                computing.send_signal(signal.SIGINT)
-                computing.wait()
+        commands = ([*pytest, *WAITING], ["nice", "-n", str(NICE), *pytest, *COMPUTING])
+        code = both.run(commands, (None, said))
         said.seek(0)
         sys.stdout.write(said.read())
     print(f"both took {time.monotonic() - began:.0f} s")
-    return waiting.returncode or computing.returncode
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    return 128 + both.ended_by if both.ended_by else code
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _end)
     sys.exit(main(sys.argv[1:]))
