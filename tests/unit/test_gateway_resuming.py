@@ -322,6 +322,28 @@ def test_ids_that_are_nowhere_are_made_again() -> None:
     assert not play.machine.state.names
 
 
+@pytest.mark.parametrize("how", ["cancelled", "window"])
+def test_what_is_over_before_it_could_be_made_again_is_not_made_again(how: str) -> None:
+    """Its ids were nowhere and the ledger was asked; its client did not wait for the answer."""
+    play = Gateway(ledger_wait_ms=30_000)
+    play.claimed()
+    play.do(Received(R, RequestFailed("c", 1, Outcome(Ending.COMPLETED))))
+    again = play.op(ClaimResumable)
+    if how == "cancelled":
+        play.do(CancelWanted("c"))
+    else:
+        play.do(ReaderGone("c"))
+        play.wait(WINDOW_MS / 1000 + 1)
+    closed = closing(play)
+    play.feed(
+        LedgerAnswered(again, given(5, again=5)), call(CloseResumable, turn=5, closed=Closing.OVER)
+    )
+    play.feed(LedgerAnswered(closed, Denied(Denial.CLAIMED)))
+    play.answered(given(5), kind=CloseResumable)
+    assert not play.machine.state.kept
+    assert not play.machine.state.sessions
+
+
 def test_what_ended_for_want_of_a_client_is_over() -> None:
     """Its window passed while nobody was there: the late client is told so."""
     play = Gateway()
@@ -598,3 +620,22 @@ def test_requests_that_come_to_be_resumed_are_bounded_too() -> None:
     refused = Like(NotResumed, claim="last", why=Unresumable.REFUSED, reason=Reason.OVERLOADED)
     play.feed(ResumeWanted("last", "other", "t", "k"), refused)
     assert len(play.machine.resuming._asking) == 4
+
+
+@pytest.mark.parametrize("how", ["unplaced", "recovery", "deadline"])
+def test_choices_whose_time_is_up_together_end_together(how: str) -> None:
+    """What one of them ends with is the others' end too, though their own time came in the same
+    turn."""
+    play = Gateway()
+    play.do(wanted(choices=("c-0", "c-1", "c-2")))
+    play.answered(given(0, requests=("c-0", "c-1", "c-2")), Like(Ready, submit=True))
+    names = "c-0", "c-1", "c-2"
+    for name in names:
+        play.do(Submitted(spec(name), "c"))
+        if how != "unplaced":
+            play.do(Received(R, RequestPlaced(name, 1, D)))
+    if how == "recovery":
+        play.do_lose(D)
+    play.wait(700)
+    assert sorted(end.request_id for end in play.ends()) == sorted(names)
+    assert not play.machine.state.sessions

@@ -332,7 +332,9 @@ class GatewayMachine:
         commands = [*state.endings.time_passed(now), *self._reports.time_passed(now)]
         commands += self.resuming.time_passed(now)
         for request_id in state.timers.pop_due(now):
-            commands += self._session_due(state.sessions[request_id], now)
+            # One that ends takes the other choices of a resumable request along.
+            if (due := state.sessions.get(request_id)) is not None:
+                commands += self._session_due(due, now)
         if state.drain_due is not None and now >= state.drain_due:
             commands += self.resuming.drained()
             for session in list(state.sessions.values()):

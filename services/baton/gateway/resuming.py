@@ -379,6 +379,11 @@ class Resuming:
         if asking.event is None:
             if here is None or claim != self._again_claim(here):
                 return []  # it was left meanwhile
+            if (
+                here.closing is not None
+            ):  # it is over meanwhile, and the ledger has a new turn of it
+                here.closing = replace(here.closing, turn=given.turn)
+                return [CallLedger(here.closing)]
             return self._go_on(here, given, now)
         last = here is not None and here.turn in (given.former, given.turn)
         # What is complete here and kept there is the same, and whoever was given it may still come.
@@ -563,8 +568,8 @@ class Resuming:
 
     def _not_again(self, claim: str, asking: _Asking, outcome: Outcome) -> list[Command]:
         kept = self.state.kept.get(asking.op.resumable_id)
-        if kept is None or claim != self._again_claim(kept):
-            return []  # it was left meanwhile
+        if kept is None or kept.closing is not None or claim != self._again_claim(kept):
+            return []  # it was left meanwhile, or is over
         return self._leave(kept, outcome)
 
     def _go_on(self, kept: Kept, given: Resumable, now: float) -> list[Command]:
