@@ -17,6 +17,9 @@ import numpy as np
 from baton.bench.figures import table
 from baton.bench.limits import Machine, Work, measure_machine, work_of
 from baton.bench.quality import LENGTH, SEQUENCES, quality
+from baton.channel import huge_pages
+from baton.channel.arena import DEFAULT_DIRECTORY
+from baton.channel.mapping import Mapping
 from baton.core.sampling import SamplingParams
 from baton.engine.build import build_engine
 from baton.engine.info import read_info, resolve_dtype
@@ -121,8 +124,8 @@ class _Speed:
         self._draw = np.random.default_rng(0)
         tokens = max(*PROMPTS, max(STREAMS) * (max(CONTEXTS) + 64))
         blocks = tokens // size + 2 * max(STREAMS)
-        self._memory = bytearray(blocks * engine.layout.block_bytes)
-        engine.attach("bench", memoryview(self._memory))
+        self._memory = _memory_of_an_arena(blocks * engine.layout.block_bytes)
+        engine.attach("bench", self._memory.view)
 
     def all(self, repeats: int, steps: int) -> dict[str, Any]:
         self._prefill(PROMPTS[0])  # memory is touched, kernels are chosen
@@ -174,6 +177,17 @@ class _Speed:
     @staticmethod
     def _spec(ids: Any) -> SampleSpec:
         return SampleSpec(_GREEDY, 0, ids, ())
+
+
+def _memory_of_an_arena(length: int) -> Mapping:
+    """Return memory as a decode worker's arena has it, without a name."""
+    fd = os.open(DEFAULT_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        huge_pages.allocate(fd, length)
+        os.posix_fallocate(fd, 0, length)
+        return Mapping(fd, 0, length, writable=True)
+    finally:
+        os.close(fd)
 
 
 def page(result: dict[str, Any]) -> str:

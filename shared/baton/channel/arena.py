@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from baton.channel import files, locks, sizing
+from baton.channel import files, huge_pages, locks, sizing
 from baton.channel.checksum import checksum_in, mismatches
 from baton.channel.files import reclaim_unlocked
 from baton.channel.layout import Header, Records, make_header
@@ -255,6 +255,7 @@ def _allocate(fd: int, header: Header, room: sizing.Room, note: str) -> None:
     os.fchmod(fd, 0o600)  # whatever the umask
     assert locks.lock(fd, header.owner.incarnation), "nobody else knows this file"
     try:
+        huge_pages.allocate(fd, header.file_bytes)
         os.posix_fallocate(fd, 0, header.file_bytes)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):

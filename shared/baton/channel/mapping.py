@@ -12,6 +12,7 @@ import errno
 import mmap
 
 from baton.channel import locks
+from baton.channel.huge_pages import map_aligned
 
 #: ``madvise`` values of Linux 5.14 and newer, which the mmap module does not name.
 _MADV_POPULATE_READ = 22
@@ -51,8 +52,11 @@ class Mapping:
 def _map_populated(fd: int, offset: int, length: int, *, writable: bool) -> mmap.mmap:
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
-    mapping = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=prot, offset=offset)
-    locks.shield(mapping)
+    if writable:
+        mapping = map_aligned(fd, offset, length)
+    else:
+        mapping = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=prot, offset=offset)
+        locks.shield(mapping)
     try:
         for start in range(0, length, _PIECE):
             mapping.madvise(advice, start, min(_PIECE, length - start))

@@ -7,7 +7,6 @@ each at a multiple of ``ALIGN``. How weights are packed is ``baton.engine.pack``
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.engine.info import ModelNotPrepared
+from baton.engine.mapped import map_file
 from baton.ports.engine import ModelInfo
 
 #: Raise when packing changes: files of another version are made anew.
@@ -148,9 +148,7 @@ class PackedWeights:
             ModelNotPrepared: see :func:`read_spec`.
         """
         self.spec = read_spec(path)
-        with path.open("rb") as file:
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._map = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+        self._map = map_file(path)
         self._base: int = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
 
     def place(self, name: str) -> int:

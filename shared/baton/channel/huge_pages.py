@@ -1,0 +1,73 @@
+"""Huge pages for arenas: half of a decode step over 4-KiB pages is waiting for their addresses.
+
+Decides how a file on a tmpfs gets them whatever that tmpfs was mounted with: its pages are put
+together when they are allocated (``MADV_COLLAPSE``, Linux 6.1), which also takes less time than
+allocating them one by one. Where the kernel has none to give, or is older, small pages serve. Knows
+nothing of what lies in the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+
+from baton.channel import locks
+
+#: What one huge page holds on x86-64, and on arm64 with 4-KiB pages.
+EXTENT = 2 << 20
+_MADV_COLLAPSE = 25
+#: Put together by one call, each of which waits for all cores once.
+_PIECE = 32 * EXTENT
+#: Maps that are tried until one lies well; a gap of the right size elsewhere costs one.
+_TRIES = 8
+
+
+def allocate(fd: int, length: int) -> None:
+    """Allocate the huge pages of an empty file that will be ``length`` bytes long.
+
+    Raises:
+        OSError: there is no room.
+    """
+    os.ftruncate(fd, length)
+    whole = length // EXTENT * EXTENT
+    if not whole:
+        return
+    with map_aligned(fd, 0, whole) as mapping:
+        for start in range(0, whole, _PIECE):
+            size = min(_PIECE, whole - start)
+            # The kernel leaves an extent alone of which nothing is there yet.
+            for at in range(start, start + size, EXTENT):
+                os.posix_fallocate(fd, at, mmap.PAGESIZE)
+            try:
+                mapping.madvise(_MADV_COLLAPSE, start, size)
+            except OSError as error:
+                if error.errno != errno.EAGAIN:  # one of these pages was in use
+                    return
+
+
+def map_aligned(fd: int, offset: int, length: int) -> mmap.mmap:
+    """Map for reading and writing; extents of the file are extents of memory if that can be had.
+
+    A huge page is mapped as one only where it lies so, and the kernel does not see to it on a tmpfs
+    that was mounted without huge pages. It maps downwards from what is mapped already, so another
+    mapping of the right size in between shifts this one.
+    """
+    between: list[mmap.mmap] = []
+    try:
+        while True:
+            mapping = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, offset=offset)
+            locks.shield(mapping)
+            over = (_address(mapping) - offset) % EXTENT
+            if over == 0 or length < EXTENT or len(between) == _TRIES:
+                return mapping
+            mapping.close()
+            between.append(mmap.mmap(-1, over, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    finally:
+        for filler in between:
+            filler.close()
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -1,0 +1,90 @@
+"""An arena's memory: in huge pages where the kernel has them, and all there in any case."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.channel import huge_pages
+from baton.channel.huge_pages import EXTENT
+from baton.channel.mapping import Mapping
+
+LENGTH = 5 * EXTENT + 3 * mmap.PAGESIZE
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    """An empty file without a name on the tmpfs where arenas are."""
+    fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+    yield fd
+    os.close(fd)
+
+
+def mapped_huge(fd: int) -> int:
+    """Return the bytes of the file that this process has mapped in huge pages."""
+    inode, here, found = str(os.fstat(fd).st_ino), False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            here = words[4] == inode
+        elif here and words[0] == "ShmemPmdMapped:":
+            found += int(words[1]) * 1024
+    return found
+
+
+def collapses() -> bool:
+    """Whether this kernel puts the pages of a tmpfs together when it is asked to (Linux 6.1)."""
+    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    said = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return version >= (6, 1) and said.exists() and "[deny]" not in said.read_text()
+
+
+@pytest.mark.skipif(not collapses(), reason="no huge pages of a tmpfs here")
+def test_whole_extents_are_huge_pages(file: int) -> None:
+    """Every whole extent of the file is one page, in whichever mapping it is seen."""
+    huge_pages.allocate(file, LENGTH)
+    os.posix_fallocate(file, 0, LENGTH)
+    whole = Mapping(file, 0, LENGTH, writable=True)
+    assert mapped_huge(file) == 5 * EXTENT
+    # A writer maps the blocks alone, which begin anywhere.
+    blocks = Mapping(file, 7 * mmap.PAGESIZE, LENGTH - 7 * mmap.PAGESIZE, writable=True)
+    assert mapped_huge(file) == (5 + 4) * EXTENT
+    blocks.view[0] = 1
+    assert whole.view[7 * mmap.PAGESIZE] == 1
+    del whole, blocks
+
+
+def test_a_new_file_is_zero_and_all_there(file: int) -> None:
+    """Huge pages or not: the length is right, every page allocated, and all bytes zero."""
+    huge_pages.allocate(file, LENGTH)
+    os.posix_fallocate(file, 0, LENGTH)
+    found = os.fstat(file)
+    assert found.st_size == LENGTH
+    assert found.st_blocks * 512 == LENGTH
+    mapping = Mapping(file, 0, LENGTH, writable=True)
+    assert bytes(mapping.view) == bytes(LENGTH)
+    assert mapping.close()
+
+
+def test_a_file_of_less_than_an_extent(file: int) -> None:
+    """There is nothing to put together, and nothing is allocated here."""
+    huge_pages.allocate(file, mmap.PAGESIZE)
+    assert os.fstat(file).st_size == mmap.PAGESIZE
+    with huge_pages.map_aligned(file, 0, mmap.PAGESIZE) as mapping:
+        assert mapping[:] == bytes(mmap.PAGESIZE)
+
+
+def test_no_filler_stays(file: int) -> None:
+    """What shifted a mapping is gone when it is given out."""
+    os.ftruncate(file, LENGTH)
+    held = [huge_pages.map_aligned(file, at * mmap.PAGESIZE, 2 * EXTENT) for at in range(3)]
+    before = len(Path("/proc/self/maps").read_text().splitlines())
+    one = huge_pages.map_aligned(file, 3 * mmap.PAGESIZE, 2 * EXTENT)
+    after = len(Path("/proc/self/maps").read_text().splitlines())
+    assert after <= before + 1
+    for mapping in (*held, one):
+        mapping.close()
