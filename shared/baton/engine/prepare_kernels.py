@@ -73,6 +73,7 @@ def _build_best(cache_dir: Path, levels: tuple[Level, ...], say: Callable[[str],
         except BuildFailed as error:
             failed[level] = str(error)
             continue
+        binding.forget_refusal(cache_dir, level)
         for other, why in failed.items():
             say(f"no kernels for {other.name}: {why}")
             binding.keep_refusal(cache_dir, other, why.splitlines()[0])

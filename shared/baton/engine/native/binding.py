@@ -139,18 +139,49 @@ def refusal(cache_dir: Path, level: Level) -> str:
     """Return why ``level`` is left out here though the CPU has it; empty: it is not."""
     if not kernel_grants(level):
         return "the operating system's kernel does not give its registers"
-    file = _refusal_file(cache_dir, level)
-    try:
-        return f"{file.read_text()} (remove {file} to try again)"
-    except FileNotFoundError:
-        return ""
+    why, _ = _kept_refusal(cache_dir, level)
+    return f"{why} (`baton model prepare --again` tries again)" if why else ""
 
 
 def keep_refusal(cache_dir: Path, level: Level, why: str) -> None:
-    """Remember that ``level`` cannot be compiled here, and ``why``."""
+    """Remember that ``level`` cannot be compiled here, ``why``, and which compiler could not."""
     file = _refusal_file(cache_dir, level)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    file.write_text(why)
+    file.write_text(f"{why}\n{_compiler_mark()}")
+
+
+def forget_refusal(cache_dir: Path, level: Level) -> None:
+    """It could be compiled after all."""
+    _refusal_file(cache_dir, level).unlink(missing_ok=True)
+
+
+def was_another(cache_dir: Path, level: Level) -> bool:
+    """Whether ``level`` was refused by another compiler than the one that is here now.
+
+    Only who compiles asks that: a worker serves what is there, whatever compilers it would find.
+    """
+    why, mark = _kept_refusal(cache_dir, level)
+    return bool(why) and _compiler_mark() not in ("", mark)
+
+
+def _kept_refusal(cache_dir: Path, level: Level) -> tuple[str, str]:
+    """Return why ``level`` could not be compiled, and the mark of the compiler; empty: it was not
+    tried, or it could."""
+    try:
+        why, _, mark = _refusal_file(cache_dir, level).read_text().partition("\n")
+    except FileNotFoundError:
+        return "", ""
+    return why, mark
+
+
+def _compiler_mark() -> str:
+    """Return what changes with the compiler, without starting it; empty: there is none."""
+    found = find_compiler()
+    if found is None:
+        return ""
+    file = Path(found).resolve()
+    facts = file.stat()
+    return f"{file} {facts.st_size} {facts.st_mtime_ns}"
 
 
 def _refusal_file(cache_dir: Path, level: Level) -> Path:
