@@ -7,159 +7,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.core.events import (
-    DrainRequested,
-    LeaseChanged,
-    RestartRequested,
-    RoleLeft,
-    TimePassed,
-)
-from baton.core.ids import Peer, Role
-from baton.core.lifecycles import LeaseState, RequestState
-from baton.core.limits import Limits
+from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, RoleLeft, TimePassed
+from baton.core.ids import Peer
+from baton.core.lifecycles import LeaseState
 from baton.core.outcomes import Ending, Outcome, Reason
-from baton.ports.driving import EXIT_RESTART, EXIT_ROLE, CallLedger, Exit, Note, RecordStep, Send
+from baton.ports.driving import EXIT_RESTART, EXIT_ROLE, Exit, Note, RecordStep, Send
 from baton.ports.engine import Sampled
-from baton.ports.ledger import AdvanceRequest
-from baton.prefill.io import (
-    ArenaOpened,
-    ChunkFinished,
-    ChunkResult,
-    ChunkStored,
-    MapArena,
-    RunChunk,
-    UnmapArena,
-)
-from baton.prefill.machine import PrefillMachine
+from baton.prefill.io import ChunkFinished, ChunkResult, RunChunk
 from baton.wire.messages import (
-    ArenaMapped,
-    ArenaOffered,
-    ArenaRef,
-    AssignPrefill,
     AttemptId,
     CancelWork,
     ChunkAnnounced,
     PrefillCommitted,
     PrefillFailed,
     RequestEnded,
-    RequestSpec,
     Ticket,
-    TicketBlock,
     TicketRevoked,
     WorkerStatus,
     WorkFailed,
     WorkRefused,
     WriterStopped,
 )
-from support.machine_playbook import Like, Playbook, ids, request, sent
-
-ME, R = Peer("prefill-0", 1), Peer("router-0", 2)
-G, D, E = Peer("gateway-0", 3), Peer("decode-0", 4), Peer("decode-1", 5)
-HEIR = Peer("decode-0", 9)
-SIZE = 4
-EOS = 9
-CHUNK = Like(RunChunk)
-STARTED = Like(CallLedger, op=Like(AdvanceRequest, state=RequestState.PREFILLING))
-
-
-def arena(owner: Peer) -> ArenaRef:
-    name = f"arena-{owner.incarnation}"
-    return ArenaRef(path=f"/{name}", device=1, inode=1, file_id=name, owner=owner)
-
-
-class Prefill(Playbook):
-    """A prefill worker that has mapped decode's arena, everybody linked."""
-
-    stored_step = 0
-
-    def __init__(self, **limits: Any) -> None:
-        limits = {"prefill_chunk_tokens": 8, **limits}
-        super().__init__(
-            PrefillMachine(ME, Limits(**limits), block_size=SIZE, root=b"root"),
-        )
-        self.feed(LeaseChanged(LeaseState.HELD))
-        self.up(R, Role.ROUTER)
-        self.up(G, Role.GATEWAY)
-        self.link(D)
-
-    def link(self, owner: Peer) -> None:
-        """Link a decode worker and map its arena."""
-        self.up(owner, Role.DECODE)
-        self.hear(owner, ArenaOffered(arena(owner)), MapArena(arena(owner)))
-        mapped = sent(owner, ArenaMapped, error="")
-        self.feed(ArenaOpened(arena(owner)), mapped)
-
-    def assign(
-        self,
-        spec: RequestSpec,
-        *expected: object,
-        epoch: int = 1,
-        decode: Peer = D,
-        output: bytes = b"",
-        alone: bool = False,
-    ) -> None:
-        self.hear(R, AssignPrefill(spec, epoch, decode, output, alone=alone), *expected)
-
-    def ticket(
-        self, request_id: str, tokens: int, *expected: object, epoch: int = 1, cached: int = 0
-    ) -> None:
-        self.hear(D, ticket(request_id, tokens, epoch=epoch, cached=cached), *expected)
-
-    def start(self, spec: RequestSpec, **fields: Any) -> None:
-        """Give work and its ticket; its first chunk runs."""
-        tokens = spec.prompt_tokens + len(fields.get("output", b"")) // 4
-        self.assign(spec, **fields)
-        epoch = fields.get("epoch", 1)
-        self.ticket(spec.request_id, tokens, STARTED, CHUNK, epoch=epoch)
-
-    def returned(self, *expected: object, seconds: float = 0.01, **result: Any) -> None:
-        """The running chunk is stored, if it is not yet, and returns; its last rows sample 50
-        unless ``result`` says otherwise."""
-        chunk = self.last(RunChunk)
-        if chunk.step != self.stored_step and not result:
-            self.stored()
-        results = []
-        for row in chunk.rows:
-            values = {"sampled": Sampled(50) if row.row.sample is not None else None}
-            results.append(ChunkResult(**({**values, **result})))
-        self.feed(ChunkFinished(chunk.step, tuple(results), seconds, 2), *expected)
-
-    def stored(self, but: str = "") -> None:
-        """The running chunk has stored all rows ``but`` one and announces them at once."""
-        chunk, self.stored_step = self.last(RunChunk), self.last(RunChunk).step
-        kept = [row.row.request_id != but for row in chunk.rows]
-        sums = tuple(
-            (7,) * len(row.checks) if keep else None
-            for row, keep in zip(chunk.rows, kept, strict=True)
-        )
-        announced = [
-            sent(job.decode, ChunkAnnounced, request_id=row.row.request_id)
-            for (row, job), keep in zip(self.machine.state.flying, kept, strict=True)
-            if keep and not job.stopping
-        ]
-        self.feed(ChunkStored(chunk.step, sums, 1, 0.001), *announced)
-
-
-def spec(request_id: str = "r", tokens: int = 6, **fields: Any) -> RequestSpec:
-    fields.setdefault("stop_token_ids", (EOS,))
-    return request(request_id, tuple(range(1, tokens + 1)), gateway=G, **fields)
-
-
-def ticket(request_id: str, tokens: int, *, epoch: int = 1, cached: int = 0) -> Ticket:
-    """Return a ticket for ``tokens`` tokens whose first ``cached`` blocks are there already.
-
-    Physical blocks run backwards, so that whoever pairs by position is found out."""
-    count = -(-tokens // SIZE)
-    pairs = [TicketBlock(logical, 40 - logical, 3) for logical in range(count)]
-    return Ticket(
-        request_id=request_id,
-        epoch=epoch,
-        arena=arena(D),
-        blocks=tuple(pairs[cached:]),
-        prefix=tuple(pairs[:cached]),
-        cached_tokens=cached * SIZE,
-    )
-
+from support.machine_playbook import Like, ids, sent
+from support.prefill_parts import CHUNK, STARTED, D, E, G, Prefill, R, arena, spec, ticket
 
 # --- one prompt ---------------------------------------------------------------------------------
 
@@ -603,149 +473,6 @@ def test_a_hung_chunk_ends_the_process() -> None:
     play.start(spec())
     play.now += 31.0
     play.feed(TimePassed(), Like(Exit, code=75))
-
-
-# --- arenas and links ---------------------------------------------------------------------------
-
-
-def test_work_for_a_lost_decode_ends_and_its_arena_stays_mapped() -> None:
-    """(3) Unmapping lets the lock go, which is this worker's death to the owner: only if the owner
-    is over for good, and only when no chunk stores there any more."""
-    play = Prefill()
-    play.start(spec("a", tokens=14))
-    play.assign(spec("b"))
-    play.ticket("c", 6)
-    play.lose(D)
-    assert list(play.machine.state.jobs) == ["a"] and not play.machine.state.early
-    play.returned()
-    assert not play.machine.state.jobs
-    assert not any(isinstance(each, UnmapArena) for each in play.all)
-    play.up(D, Role.DECODE)
-    play.hear(D, TicketRevoked("a", 1), Send(D, WriterStopped("a", 1)))
-
-
-def test_a_dead_decodes_arena_waits_for_its_successor_and_is_then_given_up() -> None:
-    """(3) Its memory may be taken over as it is; nobody waits for that for ever."""
-    play = Prefill(arena_kept_ms=10_000)
-    play.start(spec("a", tokens=14))
-    play.lose(D, gone=True)
-    play.returned()
-    assert play.wait(9.0) == []
-    assert play.wait(2.0) == [UnmapArena(arena(D).file_id)]
-    assert not play.machine.arenas.mapped and not play.machine.arenas.gone
-
-
-def test_an_arena_is_not_unmapped_before_the_last_chunk_returned() -> None:
-    """(3) Its owner is over, and so is the memory, but the engine still stores into it."""
-    play = Prefill(arena_kept_ms=1_000)
-    play.start(spec("a", tokens=14))
-    play.lose(D, gone=True)
-    assert play.wait(3.0) == []
-    play.returned()
-    assert play.wait(1.0) == [UnmapArena(arena(D).file_id)]
-
-
-def test_a_decode_that_comes_back_in_mid_chunk_hears_when_it_returned() -> None:
-    """(8, 14) The revocation of the second link waits for the chunk that began on the first."""
-    play = Prefill()
-    play.start(spec("r", tokens=14))
-    play.lose(D)
-    play.link(D)
-    play.hear(D, TicketRevoked("r", 1))
-    play.returned(Send(D, WriterStopped("r", 1)))
-
-
-def test_the_arena_of_an_earlier_incarnation_is_unmapped() -> None:
-    """Nobody reports the death of a decode that was out of reach: its successor shows it, and by
-    what it offers, that it has not taken the memory over."""
-    play = Prefill()
-    play.lose(D)
-    play.up(HEIR, Role.DECODE)
-    assert play.wait(1.0) == []
-    fresh = arena(HEIR)
-    play.hear(HEIR, ArenaOffered(fresh), MapArena(fresh), UnmapArena(arena(D).file_id))
-    play.feed(ArenaOpened(fresh), sent(HEIR, ArenaMapped, error=""))
-
-
-def taken_over(owner: Peer = HEIR) -> ArenaRef:
-    """Return the arena of ``D`` as its successor offers it."""
-    return msgspec.structs.replace(arena(D), owner=owner)
-
-
-def test_an_arena_that_was_taken_over_is_answered_for_when_nothing_stores_there_any_more() -> None:
-    """(3) The successor frees what it kept from us when it hears that: the chunk that runs for the
-    dead owner has to be over. The mapping, and with it our lock, is the same all the time."""
-    play = Prefill(arena_kept_ms=5_000)
-    play.start(spec("a", tokens=14))
-    play.assign(spec("b"))
-    play.ticket("b", 6)
-    play.lose(D, gone=True)
-    play.up(HEIR, Role.DECODE)
-    play.hear(HEIR, ArenaOffered(taken_over()), MapArena(taken_over()))
-    assert play.wait(10.0) == [], "it is kept as long as the answer is not there"
-    play.returned()
-    play.feed(ArenaOpened(taken_over()), sent(HEIR, ArenaMapped, file_id="arena-4", error=""))
-    assert not play.machine.state.jobs
-    assert play.wait(120.0) == []
-    assert play.machine.arenas.mapped == {"arena-4": taken_over()}
-
-
-def test_a_successor_seen_before_the_death_is_told_ends_the_work_for_the_dead() -> None:
-    """Whatever order the news come in: what runs for the former owner stops."""
-    play = Prefill()
-    play.start(spec("a", tokens=14))
-    play.up(HEIR, Role.DECODE)
-    assert play.machine.state.jobs["a"].stopping
-    play.returned(Send(D, WriterStopped("a", 1)))
-
-
-def test_tickets_of_a_former_owner_are_void() -> None:
-    """(3) The file is mapped, but it is not that owner's any more."""
-    play = Prefill()
-    play.up(HEIR, Role.DECODE)
-    play.hear(HEIR, ArenaOffered(taken_over()), MapArena(taken_over()))
-    play.feed(ArenaOpened(taken_over()), sent(HEIR, ArenaMapped))
-    play.assign(spec("r"), decode=HEIR)
-    failed = sent(HEIR, PrefillFailed, reason=Reason.FENCED)
-    play.hear(HEIR, ticket("r", 6), failed, sent(R, WorkFailed, reason=Reason.FENCED))
-    play.assign(spec("s"), decode=HEIR)
-    valid = msgspec.structs.replace(ticket("s", 6), arena=taken_over())
-    play.hear(HEIR, valid, STARTED, CHUNK)
-
-
-def test_an_arena_that_cannot_be_mapped_for_its_successor_is_unmapped() -> None:
-    """Our lock's end says then that nothing of ours will be stored there."""
-    play = Prefill()
-    play.lose(D, gone=True)
-    play.up(HEIR, Role.DECODE)
-    play.hear(HEIR, ArenaOffered(taken_over()), MapArena(taken_over()))
-    refused = sent(HEIR, ArenaMapped, error="no")
-    play.feed(ArenaOpened(taken_over(), "no"), refused, UnmapArena("arena-4"))
-
-
-def test_a_successor_that_dies_as_well_leaves_the_arena_to_the_next_one() -> None:
-    """The answer to the first comes late, and is not taken for one to the second."""
-    play = Prefill()
-    third = Peer("decode-0", 10)
-    play.lose(D, gone=True)
-    play.up(HEIR, Role.DECODE)
-    play.hear(HEIR, ArenaOffered(taken_over()), MapArena(taken_over()))
-    play.lose(HEIR, gone=True)
-    play.up(third, Role.DECODE)
-    play.hear(third, ArenaOffered(taken_over(third)), MapArena(taken_over(third)))
-    play.feed(ArenaOpened(taken_over(), "its owner is dead"))
-    assert play.machine.arenas.mapped == {"arena-4": arena(D)}
-    play.feed(ArenaOpened(taken_over(third)), sent(third, ArenaMapped, error=""))
-    assert play.wait(120.0) == []
-
-
-def test_an_arena_that_cannot_be_mapped_is_said_so() -> None:
-    """Decode gives no tickets to such a pair."""
-    play = Prefill()
-    play.up(E, Role.DECODE)
-    play.hear(E, ArenaOffered(arena(E)), MapArena(arena(E)))
-    play.feed(ArenaOpened(arena(E), "layout differs"), sent(E, ArenaMapped, error="layout differs"))
-    play.hear(E, ArenaOffered(arena(D)))
 
 
 def test_a_message_that_fits_nothing_is_counted_and_dropped() -> None:

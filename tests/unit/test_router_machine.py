@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from baton.core.events import DrainRequested, LeaseChanged, RestartRequested
-from baton.core.ids import Member, Peer, Role
+from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState
-from baton.core.outcomes import Ending, Outcome, Reason
+from baton.core.outcomes import Reason
 from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, LedgerAnswered, Send
 from baton.ports.ledger import (
     AdmitRequest,
@@ -22,33 +20,22 @@ from baton.ports.ledger import (
     RetryRequest,
     Unavailable,
 )
-from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.wire.messages import (
-    AssignPrefill,
-    CancelWork,
     DecodeReserved,
     FenceRequest,
-    MoveOffered,
     PoolStatus,
     RequestEnded,
     RequestFailed,
-    RequestFenced,
     RequestPlaced,
     RequestRefused,
-    ReserveDecode,
     WorkAsked,
-    WorkerStatus,
-    WorkFailed,
-    WorkRefused,
 )
-from support.machine_playbook import Like, ids, request, sent
+from support.machine_playbook import Like, sent
 from support.router_playbook import (
     CANCELLED,
     COMPLETED,
     D1,
-    D_AGAIN,
     FENCE,
-    P1,
     PLACED_AGAIN,
     D,
     G,
@@ -213,221 +200,6 @@ def test_a_worker_that_is_gone_when_the_ledger_answers_gets_nothing() -> None:
     play.feed(LedgerAnswered(place, Done(1, R.PLACED)), FENCE)
     play.retried()
     play.ready(D1, call(PlaceRequest, epoch=2, decode=D1))
-
-
-# --- attempts that end ----------------------------------------------------------------------------
-
-
-def test_a_lost_decode_is_recovered_from_with_the_ids_the_client_has() -> None:
-    """First the gateway refuses the old epoch; the next attempt is forced to its ids."""
-    play = Router(workers=(P, D, D1))
-    play.place(spec())
-    play.lose(D, *cancels(P), FENCE)
-    play.retried(call(PlaceRequest, epoch=2, decode=D1), output=ids(50, 51))
-    play.counted("r", D1, epoch=2)
-    assert play.messages(ReserveDecode)[-1].output == ids(50, 51)
-    assert play.messages(AssignPrefill)[-1].output == ids(50, 51)
-
-
-def test_a_refused_placement_is_no_failure() -> None:
-    """It is placed again, with the next epoch, after a moment."""
-    play = Router()
-    play.place(spec())
-    refused = WorkRefused("r", 1, Reason.NO_BLOCKS)
-    play.hear(D, refused, *cancels(D, P), FENCE)
-    play.retried()
-    assert play.machine.state.entries["r"].blames == []
-    assert [PLACED_AGAIN.matches(each) for each in play.wait(0.2)] == [True]
-
-
-def test_placements_that_are_refused_again_and_again_slow_down() -> None:
-    """Each costs an epoch: a worker that refuses for a minute gets tens of them, not hundreds."""
-    play = Router(workers=(D,))
-    play.place(spec(), prefill=None)
-    began, epoch = play.now, 1
-    while play.now < began + 60.0:
-        play.hear(
-            D, WorkRefused("r", epoch, Reason.NO_BLOCKS), *cancels(D, epoch=epoch), Like(Send)
-        )
-        epoch += 1
-        play.retried(epoch=epoch)
-        play.ready(D)
-        said = play.wait(0.9)
-        assert len(said) == 1 and call(PlaceRequest, epoch=epoch).matches(said[0])
-        play.counted("r", prefill=None, epoch=epoch)
-    assert epoch < 100
-
-
-def test_a_worker_that_refuses_is_left_alone_while_there_is_another() -> None:
-    """Without a link to the gateway it would refuse again."""
-    play = Router(workers=(D, D1))
-    play.place(spec(), prefill=None)
-    play.hear(D, WorkRefused("r", 1, Reason.NO_LINK), *cancels(D), FENCE)
-    play.retried()
-    said = play.wait(0.2)
-    assert len(said) == 1 and call(PlaceRequest, epoch=2, decode=D1).matches(said[0])
-
-
-def test_a_worker_that_fails_everything_is_tried_ever_more_rarely() -> None:
-    """(51) Forty requests in a row: a handful of tries, then one a while; healed, it works."""
-    play = Router(workers=(P, P1, D))
-    broken, began = 0, play.now
-    for number in range(40):
-        play.admit(spec(f"r{number}"), Like(CallLedger))
-        place = play.last(CallLedger).op
-        play.counted(f"r{number}", prefill=place.prefill)
-        epoch = 1
-        if place.prefill == P:
-            broken += 1
-            play.do(Received(P, WorkFailed(f"r{number}", 1, Reason.PREFILL_ERROR)))
-            play.do(Received(G, RequestFenced(f"r{number}", 2, b"")))
-            play.answered(Done(2, R.ADMITTED), call(PlaceRequest, epoch=2, prefill=P1))
-            play.counted(f"r{number}", prefill=P1, epoch=2)
-            epoch = 2
-        play.hear(G, RequestEnded(f"r{number}", epoch, COMPLETED))
-        for worker in (P, P1, D):
-            play.ready(worker)
-        play.wait(0.2)
-    assert broken <= 6, f"tried {broken} times in {play.now - began:.0f} s"
-    play.wait(10.0)
-    play.place(spec("healed"))
-    play.hear(G, RequestEnded("healed", 1, COMPLETED))
-    assert play.machine.state.placement.workers[P].health.failures == 0
-
-
-def test_a_worker_that_dies_of_all_it_gets_is_tried_ever_more_rarely() -> None:
-    """(51) It is back within a fraction of a second each time, as a new process under its name: a
-    router that forgot would send it every other request. What it only reserved speaks not for it;
-    an answer that is complete does."""
-    play = Router(workers=(P, D, D1))
-    broken, frail, began = 0, D, play.now
-    for number in range(40):
-        name = f"r{number}"
-        prompt = tuple(range(100 * number, 100 * number + 20))
-        play.admit(request(name, prompt, gateway=G), Like(CallLedger))
-        op = play.last(CallLedger).op
-        play.do(LedgerAnswered(op, Done(1, R.PLACED)))
-        epoch = 1
-        if op.decode.worker_id == D.worker_id:
-            broken += 1
-            play.do(Received(frail, DecodeReserved(name, 1, 2)))
-            play.do(PeerLost(frail, "died", gone=True))
-            frail = Peer(D.worker_id, 100 + number)
-            play.do(PeerUp(Member(frail, Role.DECODE, "", 1, "b")))
-            play.do(Received(G, RequestFenced(name, 2, b"")))
-            play.do(LedgerAnswered(play.last(CallLedger).op, Done(2, R.ADMITTED)))
-            again = play.last(CallLedger).op
-            assert again.decode == D1
-            play.do(LedgerAnswered(again, Done(2, R.PLACED)))
-            epoch = 2
-        play.do(Received(G, RequestEnded(name, epoch, COMPLETED)))
-        play.wait(0.2)
-        for worker, free in ((frail, 64), (D1, 32)):
-            values = {"blocks_total": 64, "blocks_free": free, "block_size": 16}
-            play.do(Received(worker, WorkerStatus(accepting=True, writers=(P,), **values)))
-        play.ready(P)
-    assert 3 <= broken <= 9, f"tried {broken} times in {play.now - began:.0f} s"
-
-
-def test_who_was_asked_to_end_is_no_worse_for_it() -> None:
-    """A rolling restart: it said that it takes no more before it went."""
-    play = Router(workers=(P, D))
-    play.ready(D, accepting=False)
-    play.do(PeerLost(D, "left", gone=True))
-    play.ready(D_AGAIN)
-    assert play.machine.state.placement.workers[D_AGAIN].health.failures == 0
-    play.do(PeerLost(D_AGAIN, "died", gone=True))
-    play.ready(D)
-    assert play.machine.state.placement.workers[D].health.failures == 1
-
-
-@pytest.mark.parametrize("reason", [Reason.NO_BLOCKS, Reason.DRAINING])
-def test_giving_way_is_no_failure(reason: Reason) -> None:
-    """(17) Pre-empted, or on a worker that shuts down: nobody is to blame."""
-    play = Router()
-    play.place(spec())
-    play.failed(D, reason, *cancels(D, P), FENCE)
-    assert play.machine.state.entries["r"].blames == []
-    play.failed(D, reason)
-
-
-def test_a_hopeless_request_fails_at_once() -> None:
-    """(5) What the worker calls not retryable is not tried elsewhere."""
-    play = Router()
-    play.place(spec())
-    given_up = sent(G, RequestFailed, outcome=Like(Outcome, reason=Reason.PREFILL_ERROR))
-    play.failed(P, Reason.PREFILL_ERROR, *cancels(D, P), given_up, retryable=False)
-
-
-def test_reports_of_strangers_and_older_epochs_change_nothing() -> None:
-    """(12) Only the attempt's own workers say how it goes."""
-    play = Router(workers=(P, D))
-    play.place(spec())
-    play.ready(D1)
-    play.failed(D1, Reason.INTEGRITY)
-    play.hear(D1, WorkRefused("r", 1, Reason.NO_BLOCKS))
-    play.failed(D, Reason.INTEGRITY, epoch=0)
-    play.hear(G, DecodeReserved("r", 1, 0))
-    play.hear(D, DecodeReserved("x", 1, 0))
-    play.hear(D, RequestFenced("x", 1, b""))
-    play.hear(D, WorkerStatus(accepting=True))
-    play.hear(G, WorkerStatus(accepting=True))
-    assert play.machine.state.entries["r"].epoch == 1
-
-
-def test_a_request_that_nobody_takes_over_fails_in_time() -> None:
-    """Within ``recovery_ms``, at the epoch the gateway was fenced to: else it would not count."""
-    play = Router(workers=(D,))
-    play.place(spec(), prefill=None)
-    play.lose(D, FENCE)
-    play.retried()
-    said = play.wait(10.0)
-    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.WORKER_LOST)
-    assert len(said) == 1 and sent(G, RequestFailed, epoch=2, outcome=outcome).matches(said[0])
-
-
-@pytest.mark.parametrize("phase", ["fencing", "retrying"])
-def test_a_verdict_counts_at_a_gateway_that_was_fenced(phase: str) -> None:
-    """The gateway refuses what is below its fence, verdicts too: they carry the fence's epoch."""
-    play = Router(workers=(D,))
-    play.place(spec(), prefill=None)
-    play.lose(D, FENCE)
-    if phase == "retrying":
-        play.fenced(call(RetryRequest))
-        play.answered(Unavailable("down"))
-    said = [each for each in play.wait(10.0) if isinstance(each, Send)]
-    assert len(said) == 1 and sent(G, RequestFailed, epoch=2).matches(said[0])
-
-
-def test_what_was_placed_before_is_failed_and_not_refused() -> None:
-    """A refusal says that nothing was computed: the gateway does not take it for a running one."""
-    play = Router(workers=(D,))
-    play.place(spec(), prefill=None)
-    play.failed(D, Reason.NO_BLOCKS, *cancels(D), FENCE)
-    play.ready(D, free=0)
-    play.retried(output=ids(50))
-    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.DRAINING)
-    play.feed(DrainRequested(), sent(G, RequestFailed, epoch=2, outcome=outcome))
-    play.hear(G, RequestEnded("r", 2, Outcome(Ending.FAILED)), Exit(0, "drained"))
-
-
-def test_a_request_decode_calls_too_long_ends_with_that_reason() -> None:
-    """It is placed already, so it fails; it is not tried elsewhere for ever."""
-    play = Router()
-    play.place(spec())
-    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.TOO_LONG)
-    refused = WorkRefused("r", 1, Reason.TOO_LONG, "arena")
-    play.hear(D, refused, *cancels(D, P), sent(G, RequestFailed, epoch=1, outcome=outcome))
-
-
-def test_a_request_expires() -> None:
-    """Its deadline counts from its arrival, in every phase."""
-    play = Router()
-    play.place(spec(deadline_ms=5_000))
-    said = play.wait(6.0)
-    outcome = Like(Outcome, ending=Ending.EXPIRED, reason=Reason.DEADLINE)
-    wanted = [*cancels(D, P), sent(G, RequestFailed, outcome=outcome)]
-    assert len(said) == 3 and all(w.matches(s) for w, s in zip(wanted, said, strict=True))
 
 
 # --- other owners ---------------------------------------------------------------------------------
@@ -670,187 +442,3 @@ def test_nobody_is_placed_with_a_prefill_that_cannot_write_there() -> None:
     play.ready(D, writers=())
     play.admit(spec())
     play.ready(D, call(PlaceRequest, prefill=P), writers=(P,))
-
-
-# --- what a lost decode worker has left -----------------------------------------------------------
-
-
-def lost_decode(*workers: Peer, reserved: bool = True, host: str = "b") -> Router:
-    """A request runs on ``D``, which dies; ``workers`` are there then."""
-    play = Router((P, D))
-    play.place(spec(tokens=20))
-    if reserved:
-        play.hear(D, DecodeReserved("r", 1, 0))
-    play.lose(D, *cancels(P), FENCE, gone=True)
-    for worker in workers:
-        play.ready(worker, host=host)
-    return play
-
-
-def test_another_decode_of_the_host_goes_on_from_the_lost_ones_arena() -> None:
-    """It is told where the KV is, and needs no prefill."""
-    play = lost_decode(D1)
-    play.retried(call(PlaceRequest, decode=D1, prefill=None), output=ids(1, 2))
-    play.counted("r", D1, None, epoch=2, source="decode-0")
-
-
-def test_a_restarted_decode_goes_on_in_its_own_arena_before_another_copies_it() -> None:
-    """Where it is in place nothing has to be copied."""
-    play = lost_decode(D1, D_AGAIN)
-    play.retried(call(PlaceRequest, decode=D_AGAIN, prefill=None))
-    play.counted("r", D_AGAIN, None, epoch=2, source="decode-0")
-
-
-def test_a_decode_on_another_host_cannot_read_the_arena() -> None:
-    """There the prompt is prefilled again."""
-    play = lost_decode(D1, host="elsewhere")
-    play.retried(call(PlaceRequest, decode=D1, prefill=P))
-    play.counted("r", D1, P, epoch=2)
-
-
-def test_what_was_never_reserved_has_left_nothing() -> None:
-    """Decode died before it took the request in: nobody looks into its arena."""
-    play = lost_decode(D1, reserved=False)
-    play.retried(call(PlaceRequest, decode=D1, prefill=P))
-    play.counted("r", D1, P, epoch=2)
-
-
-def test_kv_that_is_not_there_is_prefilled_again() -> None:
-    """The next attempt looks for it no more, and its decode worker is not to blame."""
-    play = lost_decode(D1)
-    play.retried(call(PlaceRequest, decode=D1, prefill=None))
-    play.counted("r", D1, None, epoch=2, source="decode-0")
-    refused = WorkRefused("r", 2, Reason.KV_MISSING)
-    play.hear(D1, refused, *cancels(D1, epoch=2), Send(G, FenceRequest("r", 3)))
-    play.retried(epoch=3)
-    assert play.machine.state.placement.workers[D1].health.avoid_until == 0
-    play.now += 0.1
-    play.ready(D1, call(PlaceRequest, decode=D1, prefill=P, epoch=3))
-    play.counted("r", D1, P, epoch=3)
-
-
-def test_what_one_loss_has_left_is_not_looked_for_after_the_next_place_has_it() -> None:
-    """The source of an attempt is the worker that was lost last."""
-    play = lost_decode(D1)
-    play.retried(call(PlaceRequest, decode=D1, prefill=None))
-    play.counted("r", D1, None, epoch=2, source="decode-0")
-    play.hear(D1, DecodeReserved("r", 2, 16))
-    play.lose(D1, Send(G, FenceRequest("r", 3)))
-    play.ready(D_AGAIN)
-    play.retried(call(PlaceRequest, decode=D_AGAIN, prefill=None), epoch=3)
-    play.counted("r", D_AGAIN, None, epoch=3, source="decode-1")
-
-
-# --- draining decode workers ----------------------------------------------------------------------
-
-MOVED = sent(D, CancelWork, request_id="r", epoch=1, reason=Reason.MOVED)
-
-
-def moving(*, tokens: int = 40, **limits: Any) -> Router:
-    """``D`` drains and has offered ``r``, which it has let grow to ``tokens``; ``D1`` is there."""
-    play = Router((P, D), **limits)
-    play.place(spec(tokens=20, max_tokens=100))
-    play.hear(D, DecodeReserved("r", 1, 0))
-    play.ready(D, accepting=False, running=1)
-    play.hear(D, MoveOffered("r", 1, tokens))
-    return play
-
-
-def test_a_request_is_taken_off_a_draining_decode_when_another_has_room() -> None:
-    """It is stopped there, its blocks kept until the other one has them, then let go."""
-    play = moving()
-    fence = [*cancels(P), FENCE]
-    play.ready(D1, MOVED, *fence)
-    play.retried(call(PlaceRequest, decode=D1, prefill=None), output=ids(1, 2))
-    play.counted("r", D1, None, epoch=2, source="decode-0")
-    released = sent(D, CancelWork, request_id="r", epoch=2, reason=Reason.SUPERSEDED)
-    play.hear(D1, DecodeReserved("r", 2, 32), released)
-    entry = play.machine.state.entries["r"]
-    assert (entry.blames, entry.source, entry.keeper) == ([], "", None)
-
-
-def test_without_another_decode_it_runs_on_where_it_is() -> None:
-    """Also with one on another host, which cannot read its blocks, or without room for it."""
-    play = moving(tokens=40)
-    play.ready(D1, host="elsewhere")
-    play.wait(1.0)
-    play.lose(D1)
-    play.ready(D1, free=2)
-    play.wait(1.0)
-    assert play.machine.state.entries["r"].epoch == 1
-    play.ready(D1, MOVED, *cancels(P), FENCE, free=8)
-
-
-def test_one_request_at_a_time_is_on_its_way() -> None:
-    """The room at its next place is counted before another one follows; a few are imported at a
-    time."""
-    play = Router((P, D), moves_max=2)
-    for name in "abc":
-        play.place(spec(name, max_tokens=100))
-        play.hear(D, DecodeReserved(name, 1, 0))
-        play.hear(D, MoveOffered(name, 1, 30))
-
-    def leaves(name: str) -> list[Like]:
-        stopped = [sent(peer, CancelWork, request_id=name) for peer in (D, P)]
-        return [*stopped, sent(G, FenceRequest, request_id=name)]
-
-    def arrives(name: str, *then: Like) -> None:
-        play.hear(G, RequestFenced(name, 2, b""), call(RetryRequest))
-        play.answered(Done(2, R.ADMITTED), call(PlaceRequest, decode=D1), *then)
-
-    play.ready(D, accepting=False)
-    play.ready(D1, *leaves("a"))
-    arrives("a", *leaves("b"))
-    placing = play.last(CallLedger)
-    play.hear(G, RequestFenced("b", 2, b""), call(RetryRequest))
-    retrying = play.last(CallLedger)
-    told = [sent(D1, ReserveDecode), sent(G, RequestPlaced)]
-    play.feed(LedgerAnswered(placing.op, Done(2, R.PLACED)), *told)
-    play.feed(LedgerAnswered(retrying.op, Done(2, R.ADMITTED)), call(PlaceRequest, decode=D1))
-    play.counted("b", D1, None, epoch=2, source="decode-0")
-    released = sent(D, CancelWork, request_id="a", epoch=2)
-    play.hear(D1, DecodeReserved("a", 2, 16), released, *leaves("c"))
-
-
-@pytest.mark.parametrize("end", ["ended", "missing", "died", "gateway"])
-def test_blocks_are_kept_for_nobody_longer_than_somebody_wants_them(end: str) -> None:
-    """The request ended, the KV was not found, its keeper died, its gateway is over."""
-    play = moving()
-    play.ready(D1, MOVED, *cancels(P), FENCE)
-    released = sent(D, CancelWork, request_id="r", reason=Reason.SUPERSEDED)
-    if end == "ended":
-        play.hear(G, RequestEnded("r", 2, COMPLETED), released)
-    elif end == "gateway":
-        play.lose(G, call(EndRequest), released, gone=True)
-    elif end == "died":
-        play.lose(D, gone=True)
-        play.retried(call(PlaceRequest, decode=D1, prefill=None))
-        play.counted("r", D1, None, epoch=2, source="decode-0")
-        play.hear(D1, DecodeReserved("r", 2, 0))
-    else:
-        play.retried(call(PlaceRequest, decode=D1, prefill=None))
-        play.counted("r", D1, None, epoch=2, source="decode-0")
-        refused = WorkRefused("r", 2, Reason.KV_MISSING)
-        play.hear(D1, refused, released, *cancels(D1, epoch=2), Send(G, FenceRequest("r", 3)))
-    assert not play.machine.moves.keeping
-
-
-def test_an_offer_of_an_attempt_that_is_over_is_forgotten() -> None:
-    """Decode failed it meanwhile: it is placed like any other, and not taken off its new place."""
-    play = moving()
-    play.failed(D, Reason.NO_BLOCKS, *cancels(D, P), FENCE)
-    play.ready(D1)
-    play.retried(call(PlaceRequest, decode=D1, prefill=P))
-    play.counted("r", D1, P, epoch=2)
-    play.wait(0.5)
-    assert play.machine.state.entries["r"].epoch == 2
-
-
-def test_an_offer_from_somebody_else_is_dropped() -> None:
-    """Only the worker that has it can give it away."""
-    play = Router((P, D, D1))
-    play.place(spec())
-    play.hear(D1, MoveOffered("r", 1, 40))
-    play.hear(D, MoveOffered("r", 2, 40))
-    play.hear(D, MoveOffered("x", 1, 40))
-    assert not play.machine.moves.offered
