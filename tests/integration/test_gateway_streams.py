@@ -459,6 +459,15 @@ def test_contradicting_tokens_are_an_error_never_an_answer(cluster: GatewayClust
     assert joined(events[:-1]) == "Hell"
 
 
+def test_keep_alive_while_what_happens_cannot_be_seen(cluster: GatewayCluster) -> None:
+    """Special tokens give no text: the client still sees that the stream is alive."""
+    cluster.script = Script(ids=(*b"a", *(258,) * 100), step_s=0.01)
+    body = {**CHAT, "stream": True, "ignore_eos": True, "max_tokens": 101}
+    answer = cluster.http.post("/v1/chat/completions", json=body)
+    assert answer.text.count(": keep-alive\n\n") >= 2
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
 def test_keep_alive_while_nothing_happens(cluster: GatewayCluster) -> None:
     """Comments while the request waits, none while tokens flow; then the answer as ever."""
     cluster.script = Script(first_s=1.0)

@@ -12,6 +12,7 @@ from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
+from baton.gateway.errors import of_outcome
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import (
     CancelWanted,
@@ -639,3 +640,35 @@ def test_choices_whose_time_is_up_together_end_together(how: str) -> None:
     play.wait(700)
     assert sorted(end.request_id for end in play.ends()) == sorted(names)
     assert not play.machine.state.sessions
+
+
+def test_a_failure_is_told_again_before_what_it_ended() -> None:
+    """The second choice failed and took the first along: whoever comes back hears the reason, after
+    all the ids that there are."""
+    play = Gateway()
+    play.do(wanted(choices=("c-0", "c-1")))
+    play.answered(given(0, requests=("c-0", "c-1")), Like(Ready, submit=True))
+    for name in ("c-0", "c-1"):
+        play.do(Submitted(spec(name), "c"))
+        play.do(Received(R, RequestPlaced(name, 1, D)))
+        play.tokens(0, 50, name=name)
+    failed = Outcome(Ending.FAILED, reason=Reason.WORKER_LOST)
+    play.do(Received(R, RequestFailed("c-1", 1, failed)))
+    first = [(end.request_id, end.outcome.reason) for end in play.ends()]
+    assert first == [("c-1", Reason.WORKER_LOST), ("c-0", Reason.INTERNAL)]
+    told = play.do(ReaderBack("c", ("c-0", "c-1")))
+    kinds = [type(each) for each in told if isinstance(each, Deliver | End)]
+    assert kinds == [Deliver, Deliver, End, End]
+    assert [(e.request_id, e.outcome.reason) for e in told if isinstance(e, End)] == first
+
+
+def test_who_comes_back_to_what_was_cancelled_may_ask_anew() -> None:
+    """It is no error of the server."""
+    play = Gateway()
+    play.opened()
+    play.do(CancelWanted("c"))
+    play.answered(Unavailable("away"), kind=CloseResumable)
+    play.do(CLAIM)
+    play.answered(Unavailable("away"), Like(Ready, submit=False), kind=ClaimResumable)
+    play.do(ReaderBack("c", ("c",)))
+    assert of_outcome(play.ends()[-1].outcome).status == 410

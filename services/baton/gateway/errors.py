@@ -36,7 +36,9 @@ _TYPES = {
 }
 RETRY_AFTER_DEFAULT_MS = 1_000
 #: Why a request was cancelled whose client may come back all the same.
-_NOBODY_THERE = frozenset({Reason.GATEWAY_LOST, Reason.CLIENT_DISCONNECTED})
+_NOBODY_THERE = frozenset(
+    {Reason.GATEWAY_LOST, Reason.CLIENT_DISCONNECTED, Reason.CLIENT_CANCELLED}
+)
 
 
 @dataclass(slots=True)
@@ -119,7 +121,7 @@ def expired() -> ApiError:
     """The end of a request for which nobody came back."""
     return ApiError(
         410,
-        "nobody came back for this request within its window; send it again",
+        "this request was cancelled, or nobody came back within its window; send it again",
         None,
         "resume_expired",
         admitted=True,

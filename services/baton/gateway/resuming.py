@@ -260,11 +260,14 @@ class Resuming:
 
     def _tell(self, kept: Kept, now: float) -> list[Command]:
         kept.away_since = None
-        commands: list[Command] = []
-        for choice in kept.choices:
-            session = self.state.session_of(choice)
-            commands += kept.tell(choice, session)
-            if session is not None and session.bound is not None:
+        told = [
+            command
+            for choice in kept.choices
+            for command in kept.tell(choice, self.state.session_of(choice))
+        ]
+        commands: list[Command] = sorted(told, key=_telling_order)
+        for session in self._sessions(kept):
+            if session.bound is not None:
                 session.bound = session.spec.max_tokens
                 commands += self.state.tell_bound(session)
                 session.bound = None
@@ -608,6 +611,13 @@ class Resuming:
     def _sessions(self, kept: Kept) -> list[Session]:
         sessions = (self.state.session_of(choice) for choice in kept.choices)
         return [session for session in sessions if session is not None]
+
+
+def _telling_order(command: Command) -> int:
+    """All that there is comes before an end, and why the request failed before what that ended."""
+    if not isinstance(command, End):
+        return 0
+    return 2 if command.outcome == _ANOTHER_FAILED else 1
 
 
 def _note(event: str, kept: Kept, **fields: object) -> Note:

@@ -6,6 +6,7 @@ error), what is written while nothing happens, and how it ends: ``[DONE]`` only 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 import orjson
@@ -79,6 +80,8 @@ class _Writer:
         self._keepalive_s = limits.keepalive_ms / 1000
         self._guard = guard
         self._started = False
+        self._now = asyncio.get_running_loop().time
+        self._silent_until = self._now() + self._keepalive_s
 
     async def run(self) -> None:
         """Write until the end, or until it fails."""
@@ -87,7 +90,7 @@ class _Writer:
         opened = False
         while not generation.done:
             try:
-                parts = await generation.parts(self._keepalive_s)
+                parts = await generation.parts(max(0.0, self._silent_until - self._now()))
                 out = b"" if opened else lines(labels.opening(self._telling.opening()))
                 opened = True
                 for part in parts:
@@ -95,7 +98,8 @@ class _Writer:
             except ApiError as error:
                 await self.fail(error)
                 return
-            if out or not parts:
+            # Ids alone are no sign of life: what gives no text gives no event.
+            if out or self._now() >= self._silent_until:
                 await self._write(out or KEEP_ALIVE)
         out = lines(labels.closing(form.closing()))
         if out or self._started:
@@ -121,3 +125,4 @@ class _Writer:
             self._started = True
             await self._request.start(200, [*HEADERS, *self._telling.headers()])
         await self._guard.guard(self._request.write(out, more=more))
+        self._silent_until = self._now() + self._keepalive_s
