@@ -57,8 +57,11 @@ def build(context: Context) -> Service:
     steps = EngineThread(context.feed, context.crash, context.clock)
     checks = EngineThread(context.feed, context.crash, context.clock, name="verify")
     turns = Turns(checks.submit)
+    serves = found is None
 
     async def start() -> None:
+        nonlocal serves
+        serves = True
         arena.complete()
 
     async def stop() -> None:
@@ -67,7 +70,11 @@ def build(context: Context) -> Service:
             # A thread that hangs in native code may still store: then the mapping stays until the
             # process ends, and the next start takes the file over.
             engine.detach(arena.ref.file_id)
-            arena.close(unlink=not machine.leaving)
+            if not serves:
+                # No ledger, or somebody's wish: nothing that the arena is to blame for. The next
+                # start finds it as this one did.
+                arena.complete()
+            arena.close(unlink=serves and not machine.leaving)
 
     def run(command: RunStep) -> None:
         steps.submit(lambda: run_step(engine, arena, command, context.clock))
