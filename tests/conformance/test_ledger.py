@@ -555,9 +555,20 @@ def test_a_terminal_record_is_kept_for_its_time_only(bench: LedgerBench) -> None
     assert bench.ask(end) == Conflict(0, None)
 
 
-def test_a_request_that_nobody_ends_goes_after_its_deadline(bench: LedgerBench) -> None:
-    """A live record outlives its deadline by terminal_ttl_ms, then nothing is left of it."""
-    bench.ask(AdmitRequest(spec(deadline_ms=50), ROUTER))
+@pytest.mark.parametrize(
+    "op",
+    [
+        AdmitRequest(spec(deadline_ms=50), ROUTER),
+        AdoptRequest(spec(deadline_ms=50), ROUTER, 2, 1, DECODE),
+    ],
+    ids=["admitted", "made again"],
+)
+def test_a_request_that_nobody_ends_goes_after_its_deadline(
+    bench: LedgerBench, op: AdmitRequest | AdoptRequest
+) -> None:
+    """A live record outlives its deadline by terminal_ttl_ms, then nothing is left of it; so does
+    one that was made by whoever adopted it, in an emptied ledger."""
+    bench.ask(op)
     bench.pass_time((50 + LIMITS.terminal_ttl_ms + 2) / 1000)
     assert bench.ask(RETRY) == Conflict(0, None)
     acquire(bench, ROUTER)

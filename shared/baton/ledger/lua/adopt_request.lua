@@ -44,4 +44,6 @@ redis.call('HSET', request, 'state', record.state, 'epoch', record.epoch,
   'attempts', record.attempts, 'failures', record.failures, 'router', router, 'turn', turn,
   'gateway', gateway, 'decode', record.decode, 'prefill', record.prefill,
   'expires_at', record.expires_at, 'spec', spec)
+-- Once more: a record that was made just now had nothing to expire above.
+redis.call('PEXPIREAT', request, record.expires_at)
 return adopted()
