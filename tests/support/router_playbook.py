@@ -90,7 +90,7 @@ class Router(Playbook):
         if worker not in self.machine.state.placement.workers:
             self.up(worker, ROLES[worker], host=host)
         status: dict[str, Any] = {"accepting": True, "block_size": SIZE, **f}
-        if ROLES[worker] is Role.DECODE:
+        if self.machine.state.placement.workers[worker].role is Role.DECODE:
             status |= {"blocks_total": blocks, "blocks_free": blocks if free is None else free}
             status = {"writers": (P, P1), "mixed": not self.machine.split, **status}
         self.hear(worker, WorkerStatus(**status), *expected)

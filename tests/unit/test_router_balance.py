@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from baton.core.slo import Slo
 from baton.core.step_times import StepCurve
 from baton.ports.driving import Measure
 from baton.router.balance import Policy
+from baton.router.reversals import FIRST, LONGEST, Reversals
 from baton.wire.messages import ChangeRole, RoleAnswered, WorkerStatus
 from support.router_playbook import D1, P1, D, P, Router
 
@@ -112,6 +114,89 @@ def test_what_a_change_has_settled_does_not_call_for_the_way_back() -> None:
     play.hear(third, WorkerStatus(accepting=True, block_size=16, blocks_total=1_000, **shared))
     play.loads |= {D: shared, D1: shared, P1: {"running": 1}}
     assert play.during(120.0) == []
+
+
+class Swinging(Roles):
+    """Three workers, so that one can go and come back only. Whoever is asked to change does, and is
+    back three seconds later as the other one."""
+
+    def __init__(self) -> None:
+        super().__init__((P, P1, D))
+        self.decoding = {D.worker_id}
+        self.changed: list[tuple[float, Role]] = []
+
+    def swing(self, seconds: float, period_s: float) -> list[tuple[float, Role]]:
+        """Let the load go from one side to the other for ``seconds``, each of them half of the
+        time; return what changed, and when."""
+        self.changed.clear()
+        until = self.now + seconds
+        while self.now < until:
+            prompts = self.now % period_s < period_s / 2
+            for peer in self.loads:
+                decodes = peer.worker_id in self.decoding
+                self.loads[peer] = {} if prompts == decodes else FULL if decodes else LONG
+            for peer, message in self.during(0.5):
+                self.change(peer, message.role.process)
+        return list(self.changed)
+
+    def change(self, peer: Peer, role: Role) -> None:
+        self.lose(peer, gone=True)
+        del self.loads[peer]
+        self.during(3.0)
+        self.back(peer, role)
+
+    def back(self, peer: Peer, role: Role) -> None:
+        """It is there again, with ``role``."""
+        successor = Peer(peer.worker_id, peer.incarnation + 10)
+        self.decoding ^= {peer.worker_id}
+        self.changed.append((self.now, role))
+        self.up(successor, role)
+        self.loads[successor] = {}
+
+
+def test_a_load_that_swings_as_fast_as_roles_can_follow_does_not_move_them_for_ever() -> None:
+    """Each way back waits twice as long as the one before, up to a bound; what was known before a
+    worker was away is known when it is back."""
+    play = Swinging()
+    settle_s = POLICY.settle_s
+    changes = play.swing(120 * settle_s, period_s=70.0)
+    gaps = [after - before for (before, _), (after, _) in itertools.pairwise(changes)]
+    assert 3 <= len(changes) <= 8
+    assert all(one[1] is not other[1] for one, other in itertools.pairwise(changes))
+    for number, gap in enumerate(gaps):
+        assert gap >= min(FIRST * 2**number, LONGEST) * settle_s
+
+
+def test_a_change_in_the_same_direction_waits_for_the_first_one_only() -> None:
+    """More of the same work is no way back; nor is a change that somebody else asked for."""
+    workers = [(Peer(f"w-{n}", n + 1), Role.PREFILL) for n in range(4)]
+    seen = Reversals(30.0)
+    for now in range(3):
+        seen.see(workers, float(now))
+        assert seen.not_before(Role.DECODE) == seen.not_before(Role.PREFILL) == 0.0
+    for number, now in ((0, 10.0), (1, 20.0)):
+        workers.append((Peer(f"w-{number}", 10), Role.DECODE))
+        seen.see(workers, now)
+        assert seen.not_before(Role.DECODE) == 0.0
+        assert seen.not_before(Role.PREFILL) == now + 60.0
+    assert seen.pause_s == 60.0
+
+
+def test_what_has_stood_for_long_is_turned_back_sooner_again() -> None:
+    """Work that drifts by the hour is followed; what was learned of a hectic hour is forgotten."""
+    seen, now = Reversals(30.0), 0.0
+    turn = itertools.count(1)
+
+    def turns(after_s: float) -> float:
+        nonlocal now
+        now, number = now + after_s, next(turn)
+        role = (Role.DECODE, Role.PREFILL)[number % 2]
+        seen.see([(Peer("w", number), role)], now)
+        return seen.pause_s
+
+    assert [turns(1.0), turns(1.0)] == [60.0, 60.0]
+    assert [turns(seen.pause_s) for _ in range(7)] == [120, 240, 480, 960, 1_920, 1_920, 1_920]
+    assert [turns(2 * seen.pause_s) for _ in range(6)] == [960, 480, 240, 120, 60, 60]
 
 
 def test_slow_steps_strain_as_full_batches_do() -> None:

@@ -3,9 +3,9 @@ then changes its role.
 
 Decides by what workers last said, smoothed: routers that see the same workers come to the same
 answer, and the ledger lets one worker change at a time. A side is strained or has time to spare; in
-between nothing happens, and what a change has settled does not call for the way back. Moving a
-worker costs its prefix cache and some seconds, so an imbalance has to last, and a change is given
-time to show.
+between nothing happens, and what a change has settled does not call for the way back. If the way
+back is called for all the same, ``reversals.py`` says how soon. Moving a worker costs its prefix
+cache and some seconds, so an imbalance has to last, and a change is given time to show.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from baton.core.ids import Role, WorkerRole
 from baton.core.lifecycles import LeaseState
 from baton.core.slo import Slo
 from baton.ports.driving import Note
+from baton.router.reversals import Reversals
 from baton.router.state import State
 from baton.router.workers import WorkerView
 from baton.wire.messages import ChangeRole, RoleAnswered
@@ -73,6 +74,7 @@ class Balance:
         self.policy = policy
         self.prefill = Side()
         self.decode = Side()
+        self.reversals = Reversals(policy.settle_s)
         self.next_at = 0.0
         self._short: Role | None = None
         """Which side lacks a worker that the other could give."""
@@ -84,6 +86,8 @@ class Balance:
         if now < self.next_at:
             return
         self.next_at = now + LOOK_S
+        workers = self.state.placement.workers.items()
+        self.reversals.see(((peer, view.role) for peer, view in workers), now)
         prefills = self._accepting(Role.PREFILL)
         decodes = self._accepting(Role.DECODE)
         if not prefills or not decodes or self.state.lease is not LeaseState.HELD:
@@ -94,6 +98,8 @@ class Balance:
         if short is not self._short:
             self._short, self._since = short, now
         if short is None or now < max(self._since + self.policy.hold_s, self._again_at):
+            return
+        if now < self.reversals.not_before(short):
             return
         self._again_at = now + self.policy.settle_s
         givers = decodes if short is Role.PREFILL else prefills

@@ -163,7 +163,8 @@ class RolesConfig(Section, frozen=True):
     hold_s: Annotated[int, Meta(ge=1, le=3_600)] = 5
     """Seconds that this has to last before."""
     settle_s: Annotated[int, Meta(ge=1, le=3_600)] = 30
-    """After a change no other one for so many seconds."""
+    """After a change no other one for so many seconds; the way back takes twice as long, and twice
+    that each time, up to 64 times as long."""
 
 
 class CoresConfig(Section, frozen=True):
