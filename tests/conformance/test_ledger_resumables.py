@@ -167,6 +167,14 @@ def test_a_kept_answer_is_given_to_every_claim(bench: LedgerBench) -> None:
     assert (given.again, given.closed, given.answer) == (0, True, b"answer")
 
 
+def test_a_failure_is_kept_as_an_answer_is(bench: LedgerBench) -> None:
+    """With its idempotency key: who repeats the request hears of it."""
+    bench.ask(KEYED)
+    assert resumable(bench, replace(CLOSE, closed=Closing.FAILED, repeat="i")).answer == b"answer"
+    assert bench.ask(replace(KEYED, resumable_id="c2")) == Repeated("c1", True)
+    assert resumable(bench, CLAIM).answer == b"answer"
+
+
 def test_what_was_closed_without_an_answer_is_made_again(bench: LedgerBench) -> None:
     """Its requests get names of their own: the turn tells them apart."""
     bench.ask(OPEN)
@@ -198,10 +206,12 @@ def test_what_was_refused_is_tried_again(bench: LedgerBench) -> None:
 
 
 def test_who_was_superseded_closes_nothing_but_brings_its_answer(bench: LedgerBench) -> None:
-    """An answer is the same whoever says so; that nobody wants it is the last gateway's to say."""
+    """A complete answer is the same whoever says so; that it failed, or that nobody wants it, is
+    the last gateway's to say: who has lost it may have lost everybody that works on it too."""
     bench.ask(OPEN)
     bench.ask(CLAIM)
-    assert bench.ask(replace(CLOSE, answer=b"", closed=Closing.OVER)) == Denied(Denial.CLAIMED)
+    for closed in (Closing.OVER, Closing.REFUSED, Closing.FAILED):
+        assert bench.ask(replace(CLOSE, closed=closed)) == Denied(Denial.CLAIMED)
     assert not resumable(bench, replace(CLAIM, claim="n2")).closed
     assert bench.ask(CLOSE) == Denied(Denial.CLAIMED)
     assert resumable(bench, replace(CLAIM, claim="n3")).answer == b"answer"

@@ -23,7 +23,7 @@ from baton.gateway.telling import resume
 from baton.ports.ledger import ClaimResumable
 from baton.runtime.settings import GatewayConfig
 from baton.sim.resumables import ResumableModel
-from support.gateway_cluster import GatewayCluster, Script
+from support.gateway_cluster import DECODE, PREFILL, ROUTER, GatewayCluster, Script
 
 CHAT: dict[str, Any] = {
     "model": "fake",
@@ -361,6 +361,33 @@ def test_readers_that_come_in_one_turn_all_get_the_answer(
 
     counts = cluster.call(all_of_them)
     assert len(set(counts)) == 1 and counts[0] > 2
+
+
+def test_who_was_cut_off_does_not_fail_what_runs_elsewhere(
+    tmp_path: Any, second: GatewayCluster, ledger: ResumableModel
+) -> None:
+    """Its client went to another gateway when it lost its router and its workers. That it gives the
+    request up says nothing of the one that serves it now."""
+    limits = Limits(recovery_ms=300)
+    other = Peer("gateway-2", 13)
+    with GatewayCluster(tmp_path, limits=limits, resumables=ledger, me=other) as lonely:
+        lonely.script = Script(ids=tuple(TEXT.encode()), step_s=0.003, stall_after=8)
+        cut = cut_after(lonely, CHAT, 5)
+        second.script.stall_after = 12
+        connection = HTTPConnection("127.0.0.1", second.port, timeout=10)
+        path = f"/v1/requests/{cut.token}/events"
+        connection.request("GET", path, headers={"Last-Event-ID": cut.last_id})
+        cut.events += read_events(connection.getresponse(), 2)
+        for peer in (DECODE, PREFILL, ROUTER):
+            lonely.lose(peer)
+        lonely.wait_until(lambda: not lonely.machine.state.kept)
+    connection.close()
+    second.script.stall_after = None
+    work = second.only_work()
+    second.call(lambda: second.step(work))
+    answer = resumed(second, cut.token, cut.last_id)
+    assert answer.status_code == 200, answer.text
+    assert text_of(cut.events + split(answer.content)) == TEXT
 
 
 def test_nobody_comes_back(tmp_path: Any) -> None:

@@ -121,7 +121,9 @@ class Kept:
         """How the ledger is told of it when all have ended. A client that is away has not heard of
         a refusal: it is tried again for whoever comes back."""
         endings = {answer.outcome.ending for answer in self.answers.values()}
-        if self.failed or not endings & {Ending.REFUSED, Ending.CANCELLED}:
+        if self.failed:
+            return Closing.FAILED
+        if not endings & {Ending.REFUSED, Ending.CANCELLED}:
             return Closing.KEPT
         return Closing.REFUSED if Ending.REFUSED in endings else Closing.OVER
 

@@ -34,7 +34,6 @@ from baton.ports.driving import CallLedger, LedgerAnswered, Measure, Note, Send
 from baton.ports.ledger import (
     ClaimResumable,
     CloseResumable,
-    Closing,
     Denial,
     Denied,
     EndRequest,
@@ -161,7 +160,7 @@ class Resuming:
         confirmed."""
         commands: list[Command] = []
         for kept in self.state.kept.values():
-            kept_answer = kept.closing is not None and kept.closing.closed is Closing.KEPT
+            kept_answer = kept.closing is not None and kept.closing.closed.keeps
             if not kept.ended or kept_answer:
                 restored = kept.restored(self.state.me, self._life_ms(kept.window_ms))
                 commands.append(CallLedger(restored))
@@ -445,7 +444,7 @@ class Resuming:
         """Let the ledger keep the answer for the window, or forget what nobody wants."""
         limits, closed = self.state.limits, kept.closed
         answer, keep_ms = b"", limits.terminal_ttl_ms
-        if closed is Closing.KEPT:
+        if closed.keeps:
             answer, keep_ms = kept.record(), kept.window_ms
         if len(answer) > limits.resume_record_bytes_max:
             answer = b""  # it can be made again
@@ -455,7 +454,7 @@ class Resuming:
         kept.closing_until = now + keep_ms / 1000
         kept.wait_s = CLOSE_AGAIN_FIRST_S
         self._due.set(kept.resumable_id, None)
-        if closed is Closing.KEPT:
+        if closed.keeps:
             self._windows.set(kept.resumable_id, kept.closing_until)
         return [CallLedger(kept.closing)]
 

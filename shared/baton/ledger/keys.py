@@ -35,7 +35,7 @@ Fields of a resumable: ``gateway`` and its ``turn``; ``former``, the turn before
 that was (milliseconds of the server's clock); ``token``, ``owner``, ``repeat`` and ``body``, what
 was asked for with that: digests, never the secrets; ``requests`` (msgpack) and ``recipe``: what its
 gateway needs; ``window`` and ``life`` in milliseconds; ``claim`` the last one; ``again`` the turn
-in which its requests were made again; ``closed`` ("", ``kept`` or ``over``) and ``answer``.
+in which its requests were made again; ``closed`` ("", or how) and ``answer``.
 """
 
 from __future__ import annotations

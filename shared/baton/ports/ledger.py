@@ -232,17 +232,25 @@ class Closing(StrEnum):
     """How a resumable was closed."""
 
     KEPT = "kept"
-    """Its answer is there, or can be made again."""
+    """It is complete: its answer is there, or can be made again."""
+    FAILED = "failed"
+    """Its answer is that it failed."""
     REFUSED = "refused"
     """Nothing was computed: it is tried again for who claims it; its idempotency key is free."""
     OVER = "over"
     """Nobody wants it any more, and its idempotency key is free."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether there is an answer to come back to."""
+        return self in (Closing.KEPT, Closing.FAILED)
+
 
 class CloseResumable(Op, frozen=True):
     """Every choice has its outcome: ``answer`` is kept for ``keep_ms``. :class:`Resumable`, or
-    :class:`Denied` if it is unknown, or was claimed since (an answer is taken all the same: it is
-    the same whoever says so; what else became of it is known to its last gateway only).
+    :class:`Denied` if it is unknown, or was claimed since (a complete answer is taken all the same:
+    it is the same whoever says so; what else became of it is known to its last gateway only: who
+    has lost it may have failed it for having lost everybody).
     """
 
     resumable_id: str

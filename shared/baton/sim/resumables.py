@@ -130,8 +130,8 @@ class ResumableModel:
         record = self.records.get(op.resumable_id)
         if record is None:
             return Denied(Denial.UNKNOWN)
-        kept = op.closed is Closing.KEPT
-        if not record.closed and not (op.turn < record.turn and not kept):
+        kept, complete = op.closed.keeps, op.closed is Closing.KEPT
+        if not record.closed and not (op.turn < record.turn and not complete):
             record.closed, record.answer = op.closed, op.answer
             record.expires_at = now + op.keep_ms
             repeat = self._repeat_of(op)
