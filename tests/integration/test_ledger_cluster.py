@@ -57,7 +57,9 @@ def test_every_op_stays_in_its_pools_slot(server: LedgerServer) -> None:
         (OpenResumable("c", GATEWAY, "t", "", ("r",), b"recipe", 10, 60_000, "i"), Resumable),
         (ClaimResumable("c", GATEWAY, "n", "", repeat="i", new_token="t2"), Resumable),
         (
-            RestoreResumable("d", GATEWAY, 3, 0, "t", "", ("r",), b"recipe", 10, 60_000, "j"),
+            RestoreResumable(
+                *("d", GATEWAY, "t", "", ("r",), b"recipe", 10, 60_000, "j"), turn=3, again=0
+            ),
             Resumable,
         ),
         (CloseResumable("c", 1, 60_000, b"answer", repeat="i"), Resumable),

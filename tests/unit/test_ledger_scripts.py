@@ -53,7 +53,9 @@ OPS: list[AnyOp] = [
     EndRequest("r1", 1, COMPLETED, GATEWAY),
     OpenResumable("c1", GATEWAY, "t", "k", ("c1",), b"recipe", 1_000, 2_000, "i", "b"),
     ClaimResumable("c1", GATEWAY, "n", "k", "t"),
-    RestoreResumable("c1", GATEWAY, 3, 0, "t", "k", ("c1",), b"recipe", 1_000, 2_000, "i", "b"),
+    RestoreResumable(
+        *("c1", GATEWAY, "t", "k", ("c1",), b"recipe", 1_000, 2_000, "i", "b"), turn=3, again=0
+    ),
     CloseResumable("c1", 0, 1_000, b"answer"),
 ]
 

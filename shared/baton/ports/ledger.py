@@ -164,11 +164,9 @@ class EndRequest(Op, frozen=True):
     turn: int = 0
 
 
-class OpenResumable(Op, frozen=True):
-    """A client's request that asked to outlive its connection: one record for all its choices.
-
-    :class:`Resumable` if it is new (or this very opening, repeated), :class:`Repeated` if
-    ``repeat`` names one that is there, unless ``anew``: then this one takes its place."""
+class ResumableRecord(Op, frozen=True):
+    """A client's request that asked to outlive its connection, as the ledger keeps it: one record
+    for all its choices."""
 
     resumable_id: str
     gateway: Peer
@@ -187,6 +185,13 @@ class OpenResumable(Op, frozen=True):
     """Digest of the client's idempotency key and its owner."""
     body: str = ""
     """Digest of what was asked for with that key."""
+
+
+class OpenResumable(ResumableRecord, frozen=True):
+    """Make the record. :class:`Resumable` if it is new (or this very opening, repeated),
+    :class:`Repeated` if ``repeat`` names one that is there, unless ``anew``: then this one takes
+    its place."""
+
     anew: bool = False
 
 
@@ -208,24 +213,14 @@ class ClaimResumable(Op, frozen=True):
     again: bool = False
 
 
-class RestoreResumable(Op, frozen=True):
+class RestoreResumable(ResumableRecord, frozen=True, kw_only=True):
     """Where the ledger has no record of what ``gateway`` serves (it was emptied), or one from
     before its turn (it lost writes), make it what that gateway knows. A record that is closed, or
     has seen this turn or a higher one, stays as it is; so does an idempotency key that names
     another one. Turns go on from ``turn``. :class:`Resumable`, as it stands."""
 
-    resumable_id: str
-    gateway: Peer
     turn: int
     again: int
-    token: str
-    owner: str
-    requests: tuple[str, ...]
-    recipe: bytes
-    window_ms: int
-    life_ms: int
-    repeat: str = ""
-    body: str = ""
 
 
 class Closing(StrEnum):

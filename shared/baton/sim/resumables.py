@@ -19,6 +19,7 @@ from baton.ports.ledger import (
     Reply,
     RestoreResumable,
     Resumable,
+    ResumableRecord,
 )
 
 ResumableOp = OpenResumable | ClaimResumable | RestoreResumable | CloseResumable
@@ -26,7 +27,7 @@ ResumableOp = OpenResumable | ClaimResumable | RestoreResumable | CloseResumable
 
 @dataclass(slots=True)
 class _Record:
-    op: OpenResumable | RestoreResumable
+    op: ResumableRecord
     token: str
     gateway: Peer
     opened_at: int
