@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from baton.core.ids import WorkerRole
 from baton.core.lifecycles import BlockState, LeaseState
@@ -58,7 +58,7 @@ REASONS = _values(reason.value for reason in Reason)
 ENDINGS = _values(ending.value for ending in Ending)
 BLOCK_STATES = _values(state.name.lower() for state in BlockState)
 LEASE_STATES = _values(state.value for state in LeaseState)
-OPS = _values(cls.__name__ for cls in ledger.Op.__subclasses__())
+OPS = _values(cls.__name__ for cls in get_args(ledger.AnyOp))
 STEP_KINDS = _values(("prefill", "decode", "mixed", "warm_up"))
 LOST = _values(("died", "silent", "unacked", "goodbye", "replaced", "over", "no_answer"))
 #: The transport's own words (``on_count``), by their first part.
