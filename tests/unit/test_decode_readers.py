@@ -8,20 +8,25 @@ import pytest
 from msgspec.structs import replace
 
 from baton.core.events import DrainRequested
-from baton.core.ids import Peer, Role
-from baton.core.outcomes import Ending, Outcome, Reason
+from baton.core.ids import Member, Peer, Role
+from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
 from baton.decode.io import RunStep, StepFinished
 from baton.decode.sequence import Sequence, Stage
 from baton.ports.driving import CallLedger, Exit
 from baton.ports.engine import Sampled
 from baton.ports.ledger import EndRequest
-from baton.ports.transport import Received
+from baton.ports.transport import PeerUp, Received
+from baton.wire import codec
+from baton.wire.frames import HEADER_BYTES
 from baton.wire.messages import (
     DecodeReserved,
     RequestEnded,
     RequestResumed,
     RequestSpec,
+    ReserveDecode,
     TokenChunk,
+    TokenLogprob,
+    TokenRun,
     TokensBounded,
     WorkAdopted,
     WorkAsked,
@@ -141,6 +146,41 @@ def test_a_gateway_that_is_not_linked_yet_gets_it_when_it_is() -> None:
     step(play, 2)
     play.up(G2, Role.GATEWAY, sent(G2, TokenChunk))
     assert told(play, G2) == [100, 101, 102, 103, 104]
+
+
+@pytest.mark.parametrize("logprobs", [-1, 0, 20])
+def test_what_is_sent_again_fits_the_frames(logprobs: int) -> None:
+    """A gateway that comes back gets the answers of all its clients at once: however much that is,
+    each message is one that the transport takes, and nothing of it is missing."""
+    most, names = 8_192, ("r" * 200, "s", "t")
+    play = Decode(blocks=64, frame_bytes_max=most)
+    for number, name in enumerate(names):
+        request = lasting(request_id=name, max_tokens=60, logprobs=logprobs, first=100 * number)
+        play.do(Received(R, ReserveDecode(request, 1)))
+    play.lose(G, gone=True)
+    for index in range(70):
+        asked = play.last(RunStep)
+        top = tuple((2**31 - 1, -1.5) for _ in range(logprobs))
+        token = Sampled(70_000 + index, TokenLogprob(9, -2.5, top) if logprobs >= 0 else None)
+        results = tuple(None if row.sample is None else token for row in asked.rows)
+        sums = tuple((7,) * len(checks) for checks in asked.seals)
+        play.do(StepFinished(asked.step, results, sums, 0.01))
+        if all(seq.stage is Stage.FINISHED for seq in play.machine.state.sequences.values()):
+            break
+    for name in names:
+        play.do(Received(R, WorkAdopted(name, 1, 7, G2, 0)))
+    play.do(PeerUp(Member(peer=G2, role=Role.GATEWAY, endpoint="", pid=1, boot_id="b")))
+    runs: dict[str, list[TokenRun]] = {name: [] for name in names}
+    for chunk in play.messages(TokenChunk, G2):
+        assert len(codec.encode(chunk)) <= most - HEADER_BYTES
+        for run in chunk.runs:
+            runs[run.request_id].append(run)
+    for name, found in runs.items():
+        seq = play.machine.state.sequences[name]
+        assert [token for run in found for token in run.ids] == seq.output
+        assert [each for run in found for each in run.logprobs] == seq.logprobs
+        assert [run.finish for run in found] == [None] * (len(found) - 1) + [FinishReason.LENGTH]
+    assert len(play.messages(TokenChunk, G2)) > 1 or logprobs < 0
 
 
 def test_a_live_gateway_that_loses_its_reader_is_told() -> None:

@@ -1,15 +1,26 @@
 """Tokens on their way to the gateways: one message a step and gateway.
 
-Decides when a sequence is complete and what is sent again; the gateway decides what counts.
+Decides when a sequence is complete and what is sent again; the gateway decides what counts. What
+many sequences have to say at once, or a long one all over again, may be more than a frame holds:
+then it is several messages.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
 
 from baton.core.ids import Peer
 from baton.core.stopping import finish_of
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
 from baton.wire.messages import TokenChunk, TokenLogprob, TokenRun
+
+#: No id or log-probability takes as many bytes of a message.
+ENTRY_BYTES = 32
+#: For so many of them a run's name and numbers count.
+RUN_ENTRIES = 16
 
 
 class Output:
@@ -65,5 +76,45 @@ class Output:
     def flush(self) -> None:
         """Send what has gathered."""
         runs, self.runs = self.runs, {}
+        most = self.state.limits.frame_bytes_max // ENTRY_BYTES
         for gateway, items in runs.items():
-            self.state.send(gateway, TokenChunk(tuple(items)))
+            for chunk in chunks_of(items, most):
+                self.state.send(gateway, chunk)
+
+
+def chunks_of(runs: Iterable[TokenRun], most: int) -> Iterator[TokenChunk]:
+    """Put ``runs`` into messages of at most ``most`` ids and log-probabilities, one id at least."""
+    gathered: list[TokenRun] = []
+    size = 0
+    for run in runs:
+        for part in _parts(run, most):
+            entries = RUN_ENTRIES + len(part.ids) * _entries(part)
+            if gathered and size + entries > most:
+                yield TokenChunk(tuple(gathered))
+                gathered, size = [], 0
+            gathered.append(part)
+            size += entries
+    yield TokenChunk(tuple(gathered))
+
+
+def _entries(run: TokenRun) -> int:
+    """Return how many numbers each of its ids comes with, itself included."""
+    return 1 + max((1 + len(each.top) for each in run.logprobs), default=0)
+
+
+def _parts(run: TokenRun, most: int) -> Iterator[TokenRun]:
+    """Cut a run that is too long for one message; the end comes with the last part."""
+    length = max(1, (most - RUN_ENTRIES) // _entries(run))
+    if len(run.ids) <= length:
+        yield run
+        return
+    for begin in range(0, len(run.ids), length):
+        end = begin + length
+        yield msgspec.structs.replace(
+            run,
+            index=run.index + begin,
+            ids=run.ids[begin:end],
+            logprobs=run.logprobs[begin:end],
+            finish=run.finish if end >= len(run.ids) else None,
+            cached_tokens=run.cached_tokens if begin == 0 else 0,
+        )
