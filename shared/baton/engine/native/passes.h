@@ -4,8 +4,7 @@
 // of them a query sees and what their weights are is `attention.h`'s.
 #pragma once
 
-#include <memory>
-
+#include "buffer.h"
 #include "gemm.h"
 
 namespace baton {
@@ -42,7 +41,7 @@ template <class T>
 struct AttentionScratch {
   int width;  // head_dim, whole vectors
   int depth;  // of a query
-  std::unique_ptr<char[]> memory;
+  Memory memory;
   Act<T>* q;        // [kQueryRows][depth]
   float* out;       // [kQueryRows][width]
   float* masses;    // [kQueryRows][16]
@@ -68,8 +67,8 @@ struct AttentionScratch {
                             part(sizeof(float) * rows * kTile),
                             part(sizeof(Act<T>) * rows * kTile),
                             part(sizeof(T) * kTile * width)};
-    memory.reset(new char[used + 64]);
-    char* base = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
+    memory = Memory(used);
+    char* base = memory.start();
     q = reinterpret_cast<Act<T>*>(base + parts[0]);
     out = reinterpret_cast<float*>(base + parts[1]);
     masses = reinterpret_cast<float*>(base + parts[2]);
