@@ -15,12 +15,15 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from baton.cli.models import ensure_kernels, ensure_prepared
+from baton.cli.terminal import CommandError
 from baton.engine.build import build_engine
 from baton.engine.fake_model import write_fake_model
 from baton.engine.info import ModelNotPrepared, ModelRefused
 from baton.engine.prepare import prepare
-from baton.engine.prepared import check_prepared
+from baton.engine.prepared import check_prepared, find_prepared
 from baton.engine.sources import ModelUnavailable, find_source
+from baton.runtime.config import load
 from support.engine_models import tiny_model
 from support.engine_steps import Arena, Sequel, child_env
 
@@ -176,3 +179,58 @@ def test_sources_that_do_not_exist_are_named(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelUnavailable, match="could not be fetched from the hub"):
         find_source("nobody/nothing-at-all", tmp_path)
+
+
+def test_a_folder_stands_for_what_was_made_of_it(source: Path, tmp_path: Path) -> None:
+    """Any way of writing its path; not after one of its files has changed."""
+    cache = tmp_path / "cache"
+    assert find_prepared(str(source), cache) is None
+    folder = prepare(str(source), cache, silent)
+    link = tmp_path / "link"
+    link.symlink_to(source)
+    assert find_prepared(str(source), cache) == find_prepared(str(link), cache) == folder
+    config = source / "config.json"
+    config.write_bytes(config.read_bytes() + b"\n")
+    assert find_prepared(str(source), cache) is None
+    prepare(str(source), cache, silent)
+    assert find_prepared(str(source), cache) is not None
+    (folder / "model.safetensors").unlink()
+    assert find_prepared(str(source), cache) is None
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    """A GGUF file that is there is not said to be missing."""
+    file = tmp_path / "model.gguf"
+    with pytest.raises(ModelUnavailable, match="does not exist"):
+        find_source(str(file), tmp_path)
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ModelUnavailable, match=r"is a GGUF file: a model is a folder"):
+        find_source(str(file), tmp_path)
+
+
+def test_the_command_prepares_a_folder_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What `baton up --model FOLDER` does first; the second time nothing is made."""
+    for name, value in child_env().items():
+        monkeypatch.setenv(name, value)
+    folder = ensure_prepared(str(source), tmp_path / "cache")
+    assert check_prepared(folder).name == "tiny-llama"
+    assert "proving tiny-llama" in capfd.readouterr().out
+    assert ensure_prepared(str(source), tmp_path / "cache") == folder
+    assert capfd.readouterr().out == ""
+    with pytest.raises(CommandError, match="does not exist"):
+        ensure_prepared(str(tmp_path / "none"), tmp_path / "cache")
+
+
+def test_no_advice_to_do_what_is_being_done(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels cannot be made the error of `baton model prepare` does not name itself."""
+    monkeypatch.setenv("PATH", "")
+    folder = prepare(str(source), tmp_path / "cache", silent)
+    environ = {"BATON_ENGINE_WEIGHTS": "int8", "BATON_ENGINE_KERNELS": "torch"}
+    with pytest.raises(CommandError) as refused:
+        ensure_kernels(load(None, environ), folder, tmp_path / "cache")
+    assert "int8" in str(refused.value)
+    assert "model prepare" not in str(refused.value)

@@ -445,7 +445,7 @@ def _target(config: Config, options: argparse.Namespace) -> Any:
         cluster = Cluster(config, os.environ, say)
         found = cluster.running()
         if found is None:
-            raise no_cluster()
+            raise no_cluster(config)
         started = cluster.started_with()
         told = conditions_of(started) | told
         url, roots = found.url, (found.supervisor_pid,)

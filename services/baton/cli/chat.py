@@ -22,7 +22,7 @@ def chat(config: Config, *, system: str | None, max_tokens: int, temperature: fl
     cluster = Cluster(config, os.environ, say)
     found = cluster.running()
     if found is None:
-        raise no_cluster()
+        raise no_cluster(config)
     client = cluster.client(found)
     model = client.models()[0]
     talk = _Conversation(client, model, system, max_tokens, temperature)

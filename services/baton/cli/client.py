@@ -18,6 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from baton.cli.terminal import CommandError, ExitCode
+from baton.runtime.dirs import run_dir_path
+from baton.runtime.settings import Config
 
 UNIX_SCHEME = "http+unix"
 #: How long a request waits for this client when its connection breaks.
@@ -256,8 +258,10 @@ def reach(url: str) -> str:
     return f"Unix socket {Path(parts.path)}" if parts.scheme == UNIX_SCHEME else url
 
 
-def no_cluster() -> CommandError:
+def no_cluster(config: Config) -> CommandError:
     """Return the error of every command that needs a running cluster."""
     return CommandError(
-        "no cluster runs here; start one with `make up` or `baton up`", ExitCode.FAILED
+        f"no cluster of {config.path or Path.cwd()} runs (looked into {run_dir_path(config)}): "
+        "start one with `make up` or `baton up`, or ask from its folder or with its --config FILE",
+        ExitCode.FAILED,
     )

@@ -208,9 +208,9 @@ def _add_asking(commands) -> None:  # type: ignore[no-untyped-def]
     chat.add_argument(
         "--temperature",
         type=float,
-        default=0.7,
+        default=0.0,
         metavar="T",
-        help="0 to 2; 0: always the same (0.7)",
+        help="0 to 2; 0: the likeliest token each time (0)",
     )
     logs = _add(commands, "logs", _logs, "print the newest lines of the logs")
     logs.add_argument("worker", nargs="?", help="decode-0, ledger, supervisord, ... (default: all)")

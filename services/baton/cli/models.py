@@ -17,9 +17,9 @@ from pathlib import Path
 
 from baton.cli.terminal import CommandError, ExitCode, say, warn
 from baton.engine.info import read_info, resolve_dtype
-from baton.engine.kernels import KernelChoice, KernelsMissing, to_try_again
+from baton.engine.kernels import ADVICE, KernelChoice, KernelsMissing, to_try_again
 from baton.engine.prepared import find_prepared
-from baton.engine.sources import DEFAULT_MODEL, names_folder
+from baton.engine.sources import DEFAULT_MODEL, ModelUnavailable, check_name
 from baton.ports.engine import ModelInfo
 from baton.runtime.dirs import cache_dir
 from baton.runtime.model import kernel_choice
@@ -57,7 +57,7 @@ def ensure_kernels(
         CommandError: the settings want compiled kernels, and they cannot be had.
     """
     info = read_info(folder)
-    choice = _chosen(config, folder, info, cache)
+    choice, why = _chosen(config, folder, info, cache)
     refused = []
     if choice is not None and choice.native is not None:
         refused = to_try_again(config.engine.kernels, cache, asked=again)
@@ -70,24 +70,22 @@ def ensure_kernels(
         arguments = [str(folder), dtype, str(cache), engine.kernels, engine.weights]
         command = [sys.executable, "-m", "baton.engine.prepare_kernels", *arguments]
         subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
-        choice = _chosen(config, folder, info, cache)
+        choice, why = _chosen(config, folder, info, cache)
     if choice is None:
-        raise CommandError(
-            f"engine.kernels = {config.engine.kernels!r} with engine.weights = "
-            f"{config.engine.weights!r} cannot be had here; the reason stands above",
-            ExitCode.CONFIG,
-        )
+        raise CommandError(f"{why}; more may stand above", ExitCode.CONFIG)
     if choice.note and config.engine.kernels == "auto":
-        warn(f"slower than it could be: {choice.note}")
+        warn(f"slower than it could be: {choice.note.replace(ADVICE, '')}")
     return choice
 
 
-def _chosen(config: Config, folder: Path, info: ModelInfo, cache: Path) -> KernelChoice | None:
+def _chosen(
+    config: Config, folder: Path, info: ModelInfo, cache: Path
+) -> tuple[KernelChoice | None, str]:
+    """Return the kernels, or why there are none. To run this very command is no advice here."""
     try:
-        return kernel_choice(config, folder, info, cache)
+        return kernel_choice(config, folder, info, cache), ""
     except KernelsMissing as error:
-        warn(str(error))
-        return None
+        return None, str(error).replace(ADVICE, "")
 
 
 def ensure_prepared(source: str, cache: Path) -> Path:
@@ -99,8 +97,11 @@ def ensure_prepared(source: str, cache: Path) -> Path:
     found = find_prepared(source, cache)
     if found is not None:
         return found
-    if names_folder(source) and not Path(source).expanduser().is_dir():
-        raise CommandError(f"model folder {source} does not exist", ExitCode.CONFIG)
+    if not Path(source).expanduser().is_dir():
+        try:
+            check_name(source)
+        except ModelUnavailable as error:
+            raise CommandError(str(error), ExitCode.CONFIG) from None
     if source.lower() == DEFAULT_MODEL:
         fetch_default(cache)
     say(f"preparing {source}: converted and proven once, then kept in {cache}")
@@ -117,7 +118,9 @@ def ensure_prepared(source: str, cache: Path) -> Path:
         raise CommandError(f"{source} was not prepared; the reason stands above", ExitCode.CONFIG)
     found = find_prepared(source, cache)
     if found is None:
-        raise CommandError(f"{source} was prepared, but is not in {cache}")
+        raise CommandError(
+            f"{source} was prepared, but changed meanwhile or is gone from {cache}: try again"
+        )
     return found
 
 

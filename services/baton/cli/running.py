@@ -47,7 +47,7 @@ class Running:
         self._cluster = Cluster(config, os.environ, warn)
         record = self._cluster.running()
         if record is None:
-            raise no_cluster()
+            raise no_cluster(config)
         self._record: ClusterRecord = record
         self.settings = self._cluster.started_with()
         self._supervisor = Supervisor(self._cluster.run_dir)

@@ -39,7 +39,7 @@ def status(config: Config, *, as_json: bool) -> int:
     cluster = Cluster(config, os.environ, warn)
     found = cluster.running()
     if found is None:
-        raise no_cluster()
+        raise no_cluster(config)
     picture = gather(cluster, found, cluster.started_with())
     if as_json:
         say(json.dumps(picture, indent=2))

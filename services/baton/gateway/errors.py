@@ -110,7 +110,7 @@ def resumed_elsewhere() -> ApiError:
     """The end of an answer whose client reads it on another connection."""
     return ApiError(
         409,
-        "this answer was resumed on another connection",
+        "this answer was resumed or cancelled on another connection",
         None,
         str(Reason.SUPERSEDED),
         admitted=True,

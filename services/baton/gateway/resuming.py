@@ -52,7 +52,7 @@ CLOSE_AGAIN_MAX_S = 5.0
 _SUPERSEDED = Outcome(
     Ending.CANCELLED,
     reason=Reason.SUPERSEDED,
-    message="this answer was resumed on another connection",
+    message="this answer was resumed or cancelled on another connection",
 )
 _OVER = Outcome(
     Ending.CANCELLED, reason=Reason.GATEWAY_LOST, message="nobody came back within its window"

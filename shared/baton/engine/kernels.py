@@ -18,6 +18,10 @@ from baton.ports.engine import ModelInfo
 _LANES = 16
 
 
+#: What helps where something was not made yet.
+ADVICE = ": run `baton model prepare`"
+
+
 class KernelsMissing(ModelNotPrepared):
     """Compiled kernels were asked for and cannot be had; the text says why."""
 
@@ -143,7 +147,7 @@ def _library(setting: str, info: ModelInfo, block_size: int, cache_dir: Path) ->
             continue
         file = binding.find_library(cache_dir, level)
         if file is None:
-            why = f"kernels for {level.name} are not compiled: run `baton model prepare`"
+            why = f"kernels for {level.name} are not compiled{ADVICE}"
             return _plain(why, missing=True)
         return KernelChoice(binding.name_of(level), "lanes", file, note="; ".join(left_out))
     return _plain("; ".join(left_out))
@@ -162,9 +166,9 @@ def _with_step(
     if packed is not None:
         # Other kernels, of which this one's sources are a part of the name, may agree.
         missing = packed.refused_by != choice.name
-        why = f"{packed.refused}{' (with other kernels): run `baton model prepare`' * missing}"
+        why = f"{packed.refused}{f' (with other kernels){ADVICE}' * missing}"
     elif missing:
-        why = "its weights are not packed: run `baton model prepare`"
+        why = f"its weights are not packed{ADVICE}"
     else:
         why = "the compiled step is for others"
     note = f"{info.architecture}: compiled attention under transformers' modules; {why}"

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from baton.engine.info import INFO_FILE, ModelNotPrepared, ModelRefused
-from baton.engine.prepared import SOURCE_FILE, Provenance, check_prepared
+from baton.engine.prepared import SOURCE_FILE, Provenance, check_prepared, remember
 from baton.engine.sources import ModelSource, ModelUnavailable, find_source
 from baton.ports.engine import ModelInfo
 
@@ -56,6 +56,9 @@ def prepare(
         ready = _prepared(models, found, progress)
         if ready is None:
             ready = _make(models, found, progress)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        remember(folder, cache_dir, ready)
     progress(f"{found.name} is ready", 1.0)
     return ready
 

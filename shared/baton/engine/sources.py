@@ -49,14 +49,25 @@ def find_source(source: str, cache_dir: Path, gguf_path: Path | None = None) -> 
     folder = Path(source).expanduser()
     if folder.is_dir():
         return _from_folder(_slug(folder.resolve().name), folder)
-    if names_folder(source):
-        raise ModelUnavailable(f"model folder {source} does not exist")
+    check_name(source)
     return _from_folder(_slug(source), _download(source))
 
 
-def names_folder(source: str) -> bool:
-    """Whether ``source`` can only be a folder, never a name on the hub."""
-    return Path(source).is_absolute() or source.startswith((".", "~"))
+def check_name(source: str) -> None:
+    """Refuse what is no folder and can be no name on the hub either.
+
+    Raises:
+        ModelUnavailable: says why.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        kind = "a GGUF file" if path.suffix == ".gguf" else "a file"
+        raise ModelUnavailable(
+            f"{source} is {kind}: a model is a folder in Hugging Face's format (config.json, "
+            "tokenizer.json, *.safetensors)"
+        )
+    if path.is_absolute() or source.startswith((".", "~")):
+        raise ModelUnavailable(f"model folder {source} does not exist")
 
 
 def _default_gguf(cache_dir: Path, gguf_path: Path | None) -> Path:
@@ -75,8 +86,19 @@ def _default_gguf(cache_dir: Path, gguf_path: Path | None) -> Path:
     )
 
 
+def stamp(folder: Path) -> str:
+    """Return what changes when a file of a model's folder does, without reading any: names, sizes
+    and times of change."""
+    known = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _files(folder)]
+    return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted({file for pattern in _PATTERNS for file in folder.glob(pattern)})
+
+
 def _from_folder(name: str, folder: Path) -> ModelSource:
-    files = sorted({file for pattern in _PATTERNS for file in folder.glob(pattern)})
+    files = _files(folder)
     names = {file.name for file in files}
     if "config.json" not in names:
         raise ModelUnavailable(f"{folder} has no config.json: not a Hugging Face model folder")
@@ -95,10 +117,10 @@ def _download(name: str) -> Path:
         raise ModelUnavailable(
             f"{name!r} is neither a folder, nor {DEFAULT_MODEL!r}, nor a hub name: {error}"
         ) from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
         raise ModelUnavailable(
-            f"{name} could not be fetched from the hub, and is not in its cache "
-            f"({type(error).__name__}): check the name and the network, or give a folder"
+            f"{name} could not be fetched from the hub, and is not in its cache: "
+            "check the name and the network, or give a folder"
         ) from None
 
 
