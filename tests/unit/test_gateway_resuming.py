@@ -490,6 +490,42 @@ def test_what_is_submitted_after_it_was_left_or_cancelled_has_an_end() -> None:
         assert not play.machine.state.sessions
 
 
+def test_what_is_submitted_after_its_answer_came_is_told_it() -> None:
+    """It was given to be made here, and in the same turn the ledger had the answer for another
+    reader: both are told all of it, nothing is made."""
+    play = Gateway()
+    answer = kept_answer()
+    play.do(CLAIM)
+    first = play.op(ClaimResumable)
+    play.do(replace_claim("n2"))
+    play.feed(LedgerAnswered(first, given(1)), Like(Ready, claim="n1", submit=True))
+    given_too = Like(Ready, claim="n2", submit=False)
+    play.answered(given(2, answer=answer), Like(End), given_too)
+    told = Like(Deliver, index=0, ids=(50, 51)), Like(End, request_id="c")
+    play.feed(Submitted(spec(), "c"), *told)
+    play.feed(ReaderBack("c", ("c",)), *told)
+    assert not play.machine.state.sessions
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_readers_of_what_was_never_submitted_hear_that_it_left(cancels: bool) -> None:
+    """Who was to submit it has left, or somebody cancels it."""
+    play = Gateway()
+    play.do(CLAIM)
+    play.answered(given(1), Like(Ready, submit=True))
+    for turn in (2, 3):
+        play.do(replace_claim(f"n{turn}"))
+        play.answered(given(turn), Like(Ready, submit=False))
+    play.do(CancelWanted("c") if cancels else ReaderGone("c"))
+    if cancels:
+        play.answered(given(3), kind=CloseResumable)
+        play.feed(Submitted(spec(), "c"), Like(End, request_id="c"))
+    for _ in range(2):
+        play.feed(ReaderBack("c", ("c",)), Like(End, request_id="c"))
+    assert not play.machine.state.sessions
+    assert not play.machine.state.kept
+
+
 def test_the_window_of_who_is_about_to_read_does_not_end() -> None:
     """It was claimed in time, however short the time between that and the reading."""
     play = Gateway()

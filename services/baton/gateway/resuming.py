@@ -187,8 +187,8 @@ class Resuming:
         kept, choice = self.state.kept.get(event.resumable_id), event.spec.request_id
         if kept is None:
             return [self._left(choice)]
-        if kept.closing is not None:
-            return [End(choice, kept.answers[choice].outcome)]  # turned away, or cancelled
+        if choice in kept.answers:
+            return kept.tell(choice, None)  # turned away, cancelled, or complete elsewhere
         kept.specs[event.spec.request_id] = event.spec
         if refusal is not None:
             return self._turned_away(kept, Outcome(Ending.REFUSED, None, *refusal), now)
@@ -231,7 +231,7 @@ class Resuming:
         if kept is None or kept.away_since is not None or kept.closing is not None:
             return []
         if not kept.specs:
-            if kept.awaited > 1:
+            if kept.ended and kept.awaited > 1:
                 kept.awaited -= 1  # an answer that another one was given too
                 return []
             # Nothing was submitted: its client left before. What was claimed may be claimed again.
@@ -478,6 +478,7 @@ class Resuming:
         commands = self._end_sessions(kept, outcome, now)
         if kept.closing is None:
             # Some were never submitted: it was opened, and its client left.
+            commands += [End(each, outcome) for each in kept.choices if each not in kept.answers]
             nothing = Answer(b"", (), None, 0, outcome)
             kept.answers = {each: kept.answers.get(each, nothing) for each in kept.choices}
             commands += self._close(kept, now)
