@@ -526,6 +526,14 @@ def test_readers_of_what_was_never_submitted_hear_that_it_left(cancels: bool) ->
     assert not play.machine.state.kept
 
 
+def test_a_reader_does_not_wait_for_what_somebody_else_is_to_submit() -> None:
+    """That one was given it later, and may not come."""
+    play = Gateway()
+    play.do(CLAIM)
+    play.answered(given(1), Like(Ready, submit=True))
+    play.feed(ReaderBack("c", ("c",)), Like(End, request_id="c"))
+
+
 def test_the_window_of_who_is_about_to_read_does_not_end() -> None:
     """It was claimed in time, however short the time between that and the reading."""
     play = Gateway()

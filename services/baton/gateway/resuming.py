@@ -252,7 +252,8 @@ class Resuming:
     def reader_back(self, event: ReaderBack, now: float) -> list[Command]:
         """Somebody reads: tell everything from the first id on, and lift the bound."""
         kept = self.state.kept.get(event.resumable_id)
-        if kept is None:
+        if kept is None or not (kept.specs or kept.ended):
+            # Nothing is made here, or somebody else is to submit it, who was given it later.
             return [self._left(choice) for choice in event.choices]
         kept.awaited = max(0, kept.awaited - 1)
         return self._tell(kept, now)
