@@ -534,6 +534,22 @@ def test_a_reader_does_not_wait_for_what_somebody_else_is_to_submit() -> None:
     play.feed(ReaderBack("c", ("c",)), Like(End, request_id="c"))
 
 
+def test_a_reader_that_comes_while_it_is_to_be_made_again_does_not_hinder_that() -> None:
+    """Its claim is a turn of its own; what the ledger was asked before holds all the same."""
+    play = Gateway()
+    play.claimed()
+    play.do(replace_claim("n2"))
+    second = play.op(ClaimResumable)
+    play.do(Received(R, RequestFailed("c", 1, Outcome(Ending.COMPLETED))))
+    again = play.op(ClaimResumable)
+    play.feed(LedgerAnswered(second, given(4)), Like(Ready, claim="n2", submit=False))
+    play.do(LedgerAnswered(again, given(5, again=5)))
+    assert list(play.machine.state.sessions) == ["c~5"]
+    play.do(ReaderBack("c", ("c",)))
+    play.tokens(0, 50, 51, name="c~5", finish=FinishReason.STOP)
+    assert play.last(Deliver).ids == (50, 51)
+
+
 def test_the_window_of_who_is_about_to_read_does_not_end() -> None:
     """It was claimed in time, however short the time between that and the reading."""
     play = Gateway()

@@ -63,6 +63,8 @@ class Kept:
     closing_until: float = 0.0
     wait_s: float = 0.0
     """Before the ledger is told once more."""
+    again_claim: str = ""
+    """Its ids are nowhere: what the ledger was asked with, to have it made again."""
     awaited: int = 0
     """Readers that were given this and have not begun to read."""
 

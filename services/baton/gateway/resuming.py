@@ -380,7 +380,7 @@ class Resuming:
             return [NotResumed(claim, Unresumable.OVER), _count("over")]
         token = (op.new_token or op.token) if isinstance(op, ClaimResumable) else op.token
         if asking.event is None:
-            if here is None or claim != self._again_claim(here):
+            if here is None or claim != here.again_claim:
                 return []  # it was left meanwhile
             if (
                 here.closing is not None
@@ -561,18 +561,15 @@ class Resuming:
             # Its reader has a part of the others: it comes back, and all begins anew.
             op = CloseResumable(kept.resumable_id, kept.turn, kept.window_ms, repeat=kept.repeat)
             return [*commands, CallLedger(op), *self._leave(kept, _SUPERSEDED)]
-        claim = self._again_claim(kept)
+        claim = kept.again_claim = f"{self.state.me}:{kept.resumable_id}:{kept.turn}"
         again = ClaimResumable(
             kept.resumable_id, self.state.me, claim, kept.owner, token=kept.token, again=True
         )
         return [*commands, *self._ask(claim, _Asking(None, again, now))]
 
-    def _again_claim(self, kept: Kept) -> str:
-        return f"{self.state.me}:{kept.resumable_id}:{kept.turn}"
-
     def _not_again(self, claim: str, asking: _Asking, outcome: Outcome) -> list[Command]:
         kept = self.state.kept.get(asking.op.resumable_id)
-        if kept is None or kept.closing is not None or claim != self._again_claim(kept):
+        if kept is None or kept.closing is not None or claim != kept.again_claim:
             return []  # it was left meanwhile, or is over
         return self._leave(kept, outcome)
 
