@@ -345,6 +345,21 @@ def test_what_is_over_before_it_could_be_made_again_is_not_made_again(how: str) 
     assert not play.machine.state.sessions
 
 
+def test_what_is_over_and_waits_for_a_reader_is_not_made_again_either() -> None:
+    """The ledger has confirmed the end, and answers the older question after that."""
+    play = Gateway()
+    play.claimed()
+    play.do(replace_claim("n2"))
+    play.answered(given(4), Like(Ready, claim="n2", submit=False))
+    play.do(Received(R, RequestFailed("c", 1, Outcome(Ending.COMPLETED))))
+    again = play.op(ClaimResumable)
+    play.do(CancelWanted("c"))
+    play.answered(Denied(Denial.CLAIMED), kind=CloseResumable)
+    play.feed(LedgerAnswered(again, given(5, again=5)))
+    play.feed(ReaderBack("c", ("c",)), Like(End, request_id="c"))
+    assert not play.machine.state.sessions
+
+
 def test_what_ended_for_want_of_a_client_is_over() -> None:
     """Its window passed while nobody was there: the late client is told so."""
     play = Gateway()

@@ -387,6 +387,8 @@ class Resuming:
             ):  # it is over meanwhile, and the ledger has a new turn of it
                 here.closing = replace(here.closing, turn=given.turn)
                 return [CallLedger(here.closing)]
+            if here.ended:
+                return []  # the ledger knows that, and a reader is about to hear it
             return self._go_on(here, given, now)
         last = here is not None and here.turn in (given.former, given.turn)
         # What is complete here and kept there is the same, and whoever was given it may still come.
