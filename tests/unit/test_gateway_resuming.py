@@ -360,6 +360,22 @@ def test_what_is_over_and_waits_for_a_reader_is_not_made_again_either() -> None:
     assert not play.machine.state.sessions
 
 
+def test_an_older_end_is_not_told_to_who_reads_what_is_made_again() -> None:
+    """It was complete, and the ledger had not said so when the request was begun anew: its reader
+    would take it for an answer without a word."""
+    play = Gateway()
+    play.opened()
+    play.tokens(0, 50, finish=FinishReason.STOP)
+    ending = play.op(EndRequest)
+    play.answered(given(0), kind=CloseResumable)
+    play.do(CLAIM)
+    play.answered(given(2, again=2), Like(Ready, submit=True))
+    play.do(Submitted(spec(), "c"))
+    play.feed(LedgerAnswered(ending, Done(1, RequestState.COMPLETED)))
+    play.tokens(0, 50, 51, name="c~2", finish=FinishReason.STOP)
+    assert play.last(Deliver).ids == (50, 51)
+
+
 def test_what_ended_for_want_of_a_client_is_over() -> None:
     """Its window passed while nobody was there: the late client is told so."""
     play = Gateway()

@@ -96,6 +96,12 @@ class Endings:
         if self._waiting.pop(request_id, None) is not None:
             self._timers.set(request_id, None)
 
+    def silence(self, name: str) -> None:
+        """What its client calls ``name`` begins anew: an older end under that name is nobody's."""
+        for ending in self._waiting.values():
+            if ending.name == name:
+                ending.client_told = True
+
     def remember(self, request_id: str, outcome: Outcome, told: set[Peer]) -> None:
         """Remember who was told the end of ``request_id``."""
         self.recent[request_id] = Ended(outcome, told)

@@ -220,6 +220,7 @@ class Resuming:
         request_id = kept.request_id(choice)
         spec = replace(kept.specs[choice], request_id=request_id)
         self.state.endings.forget(request_id)  # it may have been here before
+        self.state.endings.silence(choice)
         if request_id != choice:
             self.state.names[choice] = request_id
         turn, claimed = kept.first_turn(), kept.turn != kept.again
