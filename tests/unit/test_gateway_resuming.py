@@ -376,6 +376,20 @@ def test_an_older_end_is_not_told_to_who_reads_what_is_made_again() -> None:
     assert play.last(Deliver).ids == (50, 51)
 
 
+def test_a_choice_that_is_complete_is_not_told_twice_when_another_is_lost() -> None:
+    """Its reader has all of it: that one comes back, and begins from what it has."""
+    play = Gateway()
+    play.do(CLAIM)
+    play.answered(given(3, requests=("c-0", "c-1")), Like(Ready, submit=True))
+    for name in ("c-0", "c-1"):
+        play.do(Submitted(spec(name), "c"))
+    play.tokens(0, 50, name="c-1", finish=FinishReason.STOP)
+    router = play.machine.state.sessions["c-0"].router
+    play.do(Received(router, RequestFailed("c-0", 1, Outcome(Ending.COMPLETED))))
+    assert [end.outcome.reason for end in play.ends()] == [Reason.SUPERSEDED] * 2
+    assert not play.machine.state.kept
+
+
 def test_what_ended_for_want_of_a_client_is_over() -> None:
     """Its window passed while nobody was there: the late client is told so."""
     play = Gateway()

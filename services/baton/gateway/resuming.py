@@ -552,6 +552,7 @@ class Resuming:
         """A request that was claimed is complete, and its ids are nowhere: make them again."""
         kept = self.state.kept[session.kept]
         told = any(each.ids for each in self._sessions(kept))
+        told = told or any(answer.ids for answer in kept.answers.values())
         commands: list[Command] = [_note("resumable_lost", kept, told=told)]
         for each in self._sessions(kept):
             self.state.remove(each)
