@@ -571,6 +571,41 @@ def test_readers_of_what_was_never_submitted_hear_that_it_left(cancels: bool) ->
     assert not play.machine.state.kept
 
 
+def test_what_two_are_to_submit_is_begun_once() -> None:
+    """It was given anew after another gateway had it: the second one reads what the first began,
+    also if that one has left."""
+    play = Gateway()
+    play.do(wanted())
+    play.answered(given(0), Like(Ready, claim="c", submit=True))
+    play.do(CLAIM)
+    play.answered(given(2), Like(End), Like(Ready, claim="n1", submit=True), kind=ClaimResumable)
+    play.do(Submitted(spec(), "c"))
+    play.hear(R, RequestPlaced("c", 1, D))
+    play.tokens(0, 50, 51)
+    play.do(ReaderGone("c"))
+    lifted = sent(D, TokensBounded, upto=9)
+    play.feed(Submitted(spec(), "c"), Like(Deliver, index=0, ids=(50, 51)), lifted)
+    assert len(play.messages(SubmitRequest)) == 1
+    play.wait(WINDOW_MS / 1000 + 1)
+    assert list(play.machine.state.sessions) == ["c"]
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_what_is_never_submitted_is_gone_after_its_window(turn: int) -> None:
+    """Nobody said that its client had left; an opened one is over, a claimed one may be claimed."""
+    play = Gateway()
+    play.do(CLAIM if turn else wanted())
+    play.answered(given(turn), Like(Ready, submit=True))
+    play.wait(WINDOW_MS / 1000 - 1)
+    assert play.machine.state.kept
+    play.wait(2)
+    closes = [each.op for each in play.all if isinstance(each, CallLedger)]
+    assert any(isinstance(op, CloseResumable) for op in closes) == (turn == 0)
+    if not turn:
+        play.answered(given(0), kind=CloseResumable)
+    assert not play.machine.state.kept
+
+
 def test_a_reader_does_not_wait_for_what_somebody_else_is_to_submit() -> None:
     """That one was given it later, and may not come."""
     play = Gateway()

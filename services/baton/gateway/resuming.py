@@ -110,7 +110,8 @@ class Resuming:
             assert kept.answers.keys() <= set(kept.choices)
             assert kept.closing is None or kept.ended
         for session in state.sessions.values():
-            assert not session.kept or session.kept in state.kept
+            there = not session.kept or session.kept in state.kept
+            assert there, f"{session.request_id} is a choice of nothing"
 
     @property
     def held(self) -> int:
@@ -189,6 +190,10 @@ class Resuming:
             return [self._left(choice)]
         if choice in kept.answers:
             return kept.tell(choice, None)  # turned away, cancelled, or complete elsewhere
+        self._due.set(kept.resumable_id, None)
+        if choice in kept.specs:
+            # Another one that it was given to has submitted it meanwhile: this one reads that.
+            return [*kept.tell(choice, self.state.session_of(choice)), *self._attend(kept)]
         kept.specs[event.spec.request_id] = event.spec
         if refusal is not None:
             return self._turned_away(kept, Outcome(Ending.REFUSED, None, *refusal), now)
@@ -235,10 +240,7 @@ class Resuming:
             if kept.ended and kept.awaited > 1:
                 kept.awaited -= 1  # an answer that another one was given too
                 return []
-            # Nothing was submitted: its client left before. What was claimed may be claimed again.
-            if kept.turn:
-                return self._leave(kept, _SUPERSEDED)
-            return self._end_all(kept, Reason.CLIENT_DISCONNECTED, now)
+            return self._unsubmitted(kept, now)
         kept.away_since = now
         if self._draining:
             return self._leave(kept, _DRAINING)
@@ -250,6 +252,12 @@ class Resuming:
         self._due.set(kept.resumable_id, now + kept.window_ms / 1000)
         return commands
 
+    def _unsubmitted(self, kept: Kept, now: float) -> list[Command]:
+        """Its client left before. What was claimed may be claimed again."""
+        if kept.turn:
+            return self._leave(kept, _SUPERSEDED)
+        return self._end_all(kept, Reason.CLIENT_DISCONNECTED, now)
+
     def reader_back(self, event: ReaderBack, now: float) -> list[Command]:
         """Somebody reads: tell everything from the first id on, and lift the bound."""
         kept = self.state.kept.get(event.resumable_id)
@@ -259,19 +267,23 @@ class Resuming:
         kept.awaited = max(0, kept.awaited - 1)
         return self._tell(kept, now)
 
-    def _tell(self, kept: Kept, now: float) -> list[Command]:
+    def _attend(self, kept: Kept) -> list[Command]:
         kept.away_since = None
-        told = [
-            command
-            for choice in kept.choices
-            for command in kept.tell(choice, self.state.session_of(choice))
-        ]
-        commands: list[Command] = sorted(told, key=_telling_order)
+        commands: list[Command] = []
         for session in self._sessions(kept):
             if session.bound is not None:
                 session.bound = session.spec.max_tokens
                 commands += self.state.tell_bound(session)
                 session.bound = None
+        return commands
+
+    def _tell(self, kept: Kept, now: float) -> list[Command]:
+        told = [
+            command
+            for choice in kept.choices
+            for command in kept.tell(choice, self.state.session_of(choice))
+        ]
+        commands = [*sorted(told, key=_telling_order), *self._attend(kept)]
         if kept.closing is None:
             if kept.ended and kept.awaited:
                 self._due.set(kept.resumable_id, now + kept.window_ms / 1000)
@@ -420,7 +432,10 @@ class Resuming:
     def _ready(
         self, claim: str, kept: Kept, way: str, now: float, *, submit: bool
     ) -> list[Command]:
-        if not submit:
+        if submit:
+            # Who leaves instead is not always heard of: somebody may still read what was before.
+            self._due.set(kept.resumable_id, now + kept.window_ms / 1000)
+        else:
             kept.awaited += 1
             if kept.closing is None and (kept.ended or kept.away_since is not None):
                 # Told as soon as its reader is there; it is for nobody if that takes too long.
@@ -604,6 +619,8 @@ class Resuming:
                 commands.append(CallLedger(kept.closing))
             elif kept.ended:
                 self._forget(kept)
+            elif not kept.specs:
+                commands += self._unsubmitted(kept, now)
             else:
                 commands.append(_count("abandoned"))
                 commands += self._end_all(kept, Reason.CLIENT_DISCONNECTED, now)
