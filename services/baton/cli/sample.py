@@ -125,6 +125,9 @@ def _holdings(
     reports = ask(living, "holdings", config.limits)
     found = {}
     for peer, report in reports.items():
+        if isinstance(report, dict) and "error" in report:
+            unseen.append(f"{peer}: {report['error']}")
+            continue
         try:
             found[peer] = msgspec.convert(report, Holdings)
         except msgspec.ValidationError as error:

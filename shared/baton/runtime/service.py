@@ -32,6 +32,8 @@ EX_OK = 0
 EX_BUG = 70
 EX_AGAIN = 75
 EX_CONFIG = 78
+#: Of a frame, for all that is not the report's body.
+REPORT_MARGIN = 1_024
 
 
 class StartFailed(Exception):
@@ -164,3 +166,12 @@ def status_report(context: Context, service: Service, *, ready: bool, uptime_s: 
         default=str,
         option=orjson.OPT_NON_STR_KEYS,
     )
+
+
+def fitting(body: bytes, kind: str, frame_bytes_max: int) -> bytes:
+    """Return a report as it is sent: one that is too large for a message says so, for nobody's
+    question may end a process."""
+    if len(body) <= frame_bytes_max - REPORT_MARGIN:
+        return body
+    text = f"its {kind} report has {len(body)} bytes: raise limits.frame_bytes_max"
+    return orjson.dumps({"error": text})

@@ -47,6 +47,7 @@ from baton.runtime.service import (
     Context,
     Service,
     StartFailed,
+    fitting,
     status_report,
 )
 from baton.runtime.settings import Config
@@ -292,6 +293,9 @@ class Shell:
             self._loop.call_later(LOOK_AROUND_S, self._look_around)
 
     def _report(self, kind: str) -> bytes:
+        return fitting(self._told(kind), kind, self._config.limits.frame_bytes_max)
+
+    def _told(self, kind: str) -> bytes:
         context, machine = self._context, self._service.machine
         if kind == "metrics":
             context.metrics.gauges(machine.gauges())
