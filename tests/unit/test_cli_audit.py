@@ -367,3 +367,24 @@ def test_the_operator_finds_every_kind_and_bound() -> None:
     for kind, (meaning, bound) in KINDS.items():
         line = f"| `{kind}` | {meaning} | {bound(LIMITS) / 1000:g} |"
         assert line in page, line
+
+
+def test_a_router_may_wait_for_a_client_that_came_back_elsewhere() -> None:
+    """The gateway that it came back to died with the one before: it knows nothing of that router."""
+    time = Time(_more(clean(), ROUTER, held(OVER, "placed", window_ms=60_000)))
+    (finding,) = watch(time.look, LIMITS, time.sleep).findings
+    assert finding.what.kind is Kind.ENTRY_OF_ENDED
+    assert finding.seen_s > 60
+    blocks = _more(clean(), DECODE, held(OVER, "running", window_ms=60_000))
+    kinds = {each.kind: each.window_ms for each in discrepancies(blocks)}
+    assert kinds == {Kind.SEQUENCE_OF_ENDED: 0}
+
+
+def test_a_record_that_nobody_sees_to_is_no_workers_fault() -> None:
+    """Gateway and router are dead, and decode has given the attempt up: the sweep ends it, within
+    the bound of a record without an owner."""
+    gone = replace(record("gone", RequestState.DECODING), gateway=NOBODY, router=NOBODY)
+    owners = {(peer, "gone") for peer in (NOBODY, DECODE, PREFILL)} | set(clean().ledger.owners)
+    records = {**clean().ledger.records, "gone": gone}
+    sample = _ledger(clean(), records=records, owners=frozenset(owners))
+    assert {each.kind for each in discrepancies(sample)} == {Kind.RECORD_WITHOUT_OWNER}
