@@ -381,10 +381,18 @@ def test_a_router_may_wait_for_a_client_that_came_back_elsewhere() -> None:
 
 
 def test_a_record_that_nobody_sees_to_is_no_workers_fault() -> None:
-    """Gateway and router are dead, and decode has given the attempt up: the sweep ends it, within
-    the bound of a record without an owner."""
-    gone = replace(record("gone", RequestState.DECODING), gateway=NOBODY, router=NOBODY)
-    owners = {(peer, "gone") for peer in (NOBODY, DECODE, PREFILL)} | set(clean().ledger.owners)
-    records = {**clean().ledger.records, "gone": gone}
-    sample = _ledger(clean(), records=records, owners=frozenset(owners))
-    assert {each.kind for each in discrepancies(sample)} == {Kind.RECORD_WITHOUT_OWNER}
+    """Its gateway is dead, its router too or has ended it (and the ledger did not hear), and decode
+    has given the attempt up: the sweep ends it, within the bound of a record without an owner."""
+    for router in (NOBODY, ROUTER):
+        gone = replace(record("gone", RequestState.DECODING), gateway=NOBODY, router=router)
+        owners = {(peer, "gone") for peer in (NOBODY, router, DECODE, PREFILL)}
+        sample = _ledger(
+            clean(),
+            records={**clean().ledger.records, "gone": gone},
+            owners=clean().ledger.owners | owners,
+        )
+        assert {each.kind for each in discrepancies(sample)} == {Kind.RECORD_WITHOUT_OWNER}
+        cared = _more(sample, ROUTER, held("gone", "placed"))
+        both = {Kind.RECORD_WITHOUT_OWNER, Kind.RECORD_UNKNOWN_TO_WORKER}
+        if router == ROUTER:
+            assert {each.kind for each in discrepancies(cared)} == both

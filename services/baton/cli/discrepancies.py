@@ -307,9 +307,7 @@ def _records(view: _View) -> Iterator[Discrepancy]:
                 subject, window_ms = f"{name}: {peer}", view.windows.get(record.request_id, 0)
                 yield Discrepancy(Kind.RECORD_WITHOUT_OWNER, subject, text, window_ms)
         lost = record.state in _WITH_DECODE and not _knows(view, record.decode, record.request_id)
-        # Without a router it is a record without an owner, and that is said above.
-        routed = record.router is None or record.router in view.members
-        if lost and routed and not _is_fenced(view, record.router, record.request_id):
+        if lost and not _is_orphan(view, record) and not _is_fenced(view, record):
             text = f"{record.state} at {record.decode}"
             yield Discrepancy(Kind.RECORD_UNKNOWN_TO_WORKER, f"{name}: {record.decode}", text)
         waits = record.request_id in view.ends
@@ -324,12 +322,22 @@ def _knows(view: _View, peer: Peer | None, request_id: str) -> bool:
     return held is None or any(each.request_id == request_id for each in held.requests)
 
 
-def _is_fenced(view: _View, peer: Peer | None, request_id: str) -> bool:
+def _is_orphan(view: _View, record: Record) -> bool:
+    """Whether its gateway is gone, and its router is or has forgotten it: routers' sweep ends it,
+    and it is said above that it has no owner."""
+    if record.gateway in view.members:
+        return False
+    known = record.router in view.members and _knows(view, record.router, record.request_id)
+    return not known
+
+
+def _is_fenced(view: _View, record: Record) -> bool:
     """Whether its router knows that its attempt is over, and waits for its gateway to be
     fenced, at most for ``recovery_ms``."""
-    held = view.sample.holdings.get(peer) if peer is not None else None
+    held = view.sample.holdings.get(record.router) if record.router is not None else None
     requests = held.requests if held is not None else ()
-    return any(each.request_id == request_id and each.stage in _OVER_HERE for each in requests)
+    mine = (each for each in requests if each.request_id == record.request_id)
+    return any(each.stage in _OVER_HERE for each in mine)
 
 
 def _index(view: _View) -> Iterator[Discrepancy]:
