@@ -370,7 +370,7 @@ def test_the_operator_finds_every_kind_and_bound() -> None:
 
 
 def test_a_router_may_wait_for_a_client_that_came_back_elsewhere() -> None:
-    """The gateway that it came back to died with the one before: it knows nothing of that router."""
+    """The gateway that it came back to knows nothing of that router: the former one is dead."""
     time = Time(_more(clean(), ROUTER, held(OVER, "placed", window_ms=60_000)))
     (finding,) = watch(time.look, LIMITS, time.sleep).findings
     assert finding.what.kind is Kind.ENTRY_OF_ENDED
