@@ -35,16 +35,16 @@ down: ## stop it, and say so if anything is left behind
 	@if [ -e .venv/stamp.baton ]; then exec $(BATON) down; else echo $(NOTHING); fi
 
 .PHONY: status
-status: ## show processes, leases, blocks and queues
-	@$(INSTALLED); exec $(BATON) status
+status: ## show processes, leases, blocks and queues (ARGS=--json)
+	@$(INSTALLED); exec $(BATON) status $(ARGS)
 
 .PHONY: chat
-chat: ## talk to the running cluster in the terminal
-	@$(INSTALLED); exec $(BATON) chat
+chat: ## talk to the running cluster in the terminal (ARGS="--temperature 0")
+	@$(INSTALLED); exec $(BATON) chat $(ARGS)
 
 .PHONY: logs
-logs: ## print the newest lines of all logs
-	@$(INSTALLED); exec $(BATON) logs
+logs: ## print the newest lines of all logs, by time (ARGS="-f decode-0")
+	@$(INSTALLED); exec $(BATON) logs $(ARGS)
 
 # --- proving ------------------------------------------------------------------------------------
 

@@ -47,11 +47,15 @@ def test_a_run_gives_figures_under_conditions(cluster: OpsCluster, tmp_path: Pat
     assert 0 < server["handovers"] <= figures["requests"]
     assert server["handover_bytes"] > 0 and 0 < server["handover_share_of_ttft"] < 1
     assert conditions["limits"]["mode"] == "split"
+    assert len(conditions["limits"]) > 20, "all of them, whatever is shown"
+    roles = {"prefill": 1, "decode": 1, "router": 1, "gateway": 1}
+    assert conditions["server"]["workers"] == roles
     assert conditions["dtype"] == "none: the fake engine"
     assert any(name.startswith("decode-0") for name in conditions["pinning"]["server"])
     assert run["cost"]["unit"] == "core" and run["cost"]["amount"] >= 1
     shown = cluster.baton("bench", "show", str(file), "--markdown")
     assert shown.returncode == 0 and "hand-over's share of TTFT" in shown.stdout
+    assert "mode split, arena_mib 8, drain_ms 2000, others as by default" in shown.stdout
     compared = cluster.baton("bench", "compare", str(file), str(file))
     assert compared.returncode == 0 and "1.000" in compared.stdout
 
@@ -92,6 +96,27 @@ def test_ctrl_c_keeps_what_was_measured(cluster: OpsCluster, tmp_path: Path) -> 
     found = json.loads(file.read_bytes())
     assert found["aborted"]
     assert found["runs"][0]["figures"]["output_tokens_per_s"] > 0
+
+
+def test_conditions_have_the_roles_that_workers_have_now(tmp_path: Path) -> None:
+    """After `baton role` the counts of the settings are wrong."""
+    file = tmp_path / "r.json"
+    with ops_cluster(BATON_CLUSTER_DECODE="2") as changed:
+        changed.up()
+        done = changed.baton("role", "decode-1", "prefill")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "decode-1: the old incarnation" in done.stdout
+        done = changed.baton(
+            *("bench", "run", *IDS, "--prompt-tokens", "16", "--output-tokens", "4"),
+            *("--warmup", "0", "--duration", "30", "--requests", "5", "--out", str(file)),
+            *("--slo-gap", "50", "400", "--quiet"),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_bytes())
+    workers = found["conditions"]["server"]["workers"]
+    assert (workers["prefill"], workers["decode"]) == (2, 1)
+    bounds = [each["slo"]["gap_ms"] for each in found["runs"][0]["figures"]["goodput"]]
+    assert bounds == [50, 400]
 
 
 def _sent(cluster: OpsCluster) -> float:

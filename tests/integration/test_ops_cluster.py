@@ -67,10 +67,10 @@ def test_up_leaves_a_running_cluster_alone(shared_cluster: OpsCluster) -> None:
 def test_settings_that_differ_from_those_of_the_start_are_told_not_taken(
     shared_cluster: OpsCluster,
 ) -> None:
-    """`up` names them, `restart` refuses with 78, and nobody is touched."""
+    """`up` names them and ends with 1, `restart` refuses with 78, and nobody is touched."""
     before = {row["process"]: row["pid"] for row in shared_cluster.status()["processes"]}
     for command, code in (
-        (("up",), 0),
+        (("up",), 1),
         (("restart", "--rolling"), 78),
         (("restart", "ledger"), 78),
     ):
@@ -79,8 +79,53 @@ def test_settings_that_differ_from_those_of_the_start_are_told_not_taken(
         assert 'engine.weights = "int4"' in done.stderr
         assert 'it runs with "full"' in done.stderr
     more = shared_cluster.baton("up", "--decode", "3")
+    assert more.returncode == 1
     assert "cluster.decode = 3 (--decode; it runs with 1)" in more.stderr
+    assert shared_cluster.baton("up", "--decode", "1").returncode == 0
     assert {r["process"]: r["pid"] for r in shared_cluster.status()["processes"]} == before
+
+
+def test_errors_name_the_processes_that_status_shows(shared_cluster: OpsCluster) -> None:
+    """The spare gateway is down and of no use to anybody who reads the list."""
+    for command in (("role", "nobody", "decode"), ("restart", "nobody"), ("drain", "nobody")):
+        done = shared_cluster.baton(*command)
+        assert done.returncode == 2
+        _, _, names = done.stderr.strip().partition("there are ")
+        assert set(names.split(", ")) == {
+            row["process"] for row in shared_cluster.status()["processes"]
+        }
+    done = shared_cluster.baton("role", "ledger", "decode")
+    assert "only these have a role to change: decode-0, prefill-0" in done.stderr
+
+
+def test_logs_are_followed_until_nobody_reads(shared_cluster: OpsCluster) -> None:
+    """`baton logs -f | ...`: lines of all processes by time, new ones as they come; exit code 0."""
+    process = subprocess.Popen(
+        [*BATON, "logs", "-f", "-n", "1"],
+        env=shared_cluster.env(),
+        cwd=shared_cluster.cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        first = process.stdout.readline()
+        assert first
+        before = shared_cluster.process("prefill-0")
+        before.send(signal.SIGKILL)
+        while "process_starting" not in (line := process.stdout.readline()):
+            assert line, process.stderr.read()
+        assert line.startswith("prefill-0 ")
+        process.stdout.close()
+        wait_until(lambda: _serves(shared_cluster), 30, "prefill-0 is back")
+        shared_cluster.process("prefill-0").send(signal.SIGKILL)  # something more to print
+        assert process.wait(30) == 0
+        assert process.stderr.read() == ""
+        wait_until(lambda: _serves(shared_cluster), 30, "prefill-0 is back")
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_another_clusters_port_is_named_with_its_user(shared_cluster: OpsCluster) -> None:

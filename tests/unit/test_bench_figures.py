@@ -11,11 +11,14 @@ import pytest
 
 from baton.bench.load import reckoning, report
 from baton.bench.load.answer import Answer
+from baton.bench.load.baton_target import conditions_of, usual_limits
 from baton.bench.load.generator import Asked
 from baton.bench.load.results import (
     Conditions,
     Cost,
+    Result,
     ResultError,
+    Slo,
     read,
     spread,
     write,
@@ -23,6 +26,7 @@ from baton.bench.load.results import (
 from baton.bench.load.running import Target, cost
 from baton.bench.load.search import highest_rate
 from baton.bench.load.server import Metrics, kinds, server_figures
+from baton.runtime.config import load
 from support.bench_results import answered, conditions, figures, measured, result
 
 
@@ -128,6 +132,85 @@ def test_tables_compare_by_cost_and_name_what_differs() -> None:
     assert rows["TTFT p50 ms"] == "1.000"
     assert rows["output tokens/s per core"] == "2.000"
     assert differing.rows == (("model", "m", "n"),)
+
+
+def judged(slo: Slo, *, rows: bool) -> Result:
+    """Return a result with one request, TTFT 50 ms and gap 10 ms, that was judged by ``slo``."""
+    given = result()
+    (run,) = given.runs
+    found = reckoning.goodput(run.rows, slo, run.figures.seconds)
+    figures = msgspec.structs.replace(run.figures, goodput=(found,))
+    run = msgspec.structs.replace(run, figures=figures, rows=run.rows if rows else ())
+    return msgspec.structs.replace(given, runs=(run,))
+
+
+def test_goodput_is_compared_at_the_same_bounds_only() -> None:
+    """Each bound of either has its row; a result is judged by the other's from its requests, and
+    where it has not kept them it says so, without a ratio. Differing bounds are conditions."""
+    loose, strict = Slo(100.0, 20.0), Slo(100.0, 5.0)
+    table, differing = report.compare(judged(loose, rows=True), judged(strict, rows=True))
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["attainment (TTFT 100, gap 20 ms)"] == ("1", "1", "1.000")
+    assert rows["attainment (TTFT 100, gap 5 ms)"] == ("0", "0", "-")
+    assert differing.rows == (
+        ("bounds (TTFT, gap p99)", "TTFT 100, gap 20 ms", "TTFT 100, gap 5 ms"),
+    )
+    table, _ = report.compare(judged(loose, rows=True), judged(strict, rows=False))
+    rows = {row[0]: row[1:] for row in table.rows}
+    for figure in ("goodput/s", "goodput/s per core", "attainment"):
+        assert rows[f"{figure} (TTFT 100, gap 20 ms)"][1:] == ("not judged by them", "-")
+    assert rows["attainment (TTFT 100, gap 5 ms)"] == ("0", "0", "-")
+
+
+def test_figures_by_different_costs_are_not_compared() -> None:
+    """Tokens per core stand beside no tokens per price."""
+    one = other = result()
+    run = msgspec.structs.replace(other.runs[0], cost=Cost("price", 4.0, "the user"))
+    table, _ = report.compare(one, msgspec.structs.replace(other, runs=(run,)))
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["output tokens/s per core"][1:] == ("-", "-")
+    assert rows["output tokens/s per price"][::2] == ("-", "-")
+
+
+def test_runs_of_one_result_are_shown_at_each_others_bounds() -> None:
+    """No run's goodput stands in the row of another one's bounds."""
+    loose, strict = judged(Slo(100.0, 20.0), rows=False), judged(Slo(100.0, 5.0), rows=False)
+    both = msgspec.structs.replace(loose, runs=(*loose.runs, *strict.runs))
+    (goodput,) = (each for each in report.tables(both) if each.title.startswith("goodput"))
+    assert [row[2 - place] for place, row in enumerate(goodput.rows)] == ["not judged by them"] * 2
+
+
+def test_only_limits_that_are_not_the_defaults_are_shown() -> None:
+    """The file has all of them; a comparison names each that differs by itself."""
+    usual = usual_limits()
+    one = result(limits=usual)
+    changed = {**usual, "arena_mib": 7, "router": {**usual["router"], "placement": "round-robin"}}
+    other = result(limits=changed)
+    shown = dict(report.conditions(one))["limits"]
+    assert shown == "mode split, others as by default"
+    shown = dict(report.conditions(other))["limits"]
+    assert shown == ("mode split, arena_mib 7, router.placement round-robin, others as by default")
+    _, differing = report.compare(one, other)
+    assert differing.rows == (
+        ("limits.arena_mib", str(usual["arena_mib"]), "7"),
+        ("limits.router.placement", "prefix", "round-robin"),
+    )
+    assert dict(report.conditions(result(limits={"chunk": 256})))["limits"] == "chunk 256"
+
+
+def test_limits_told_in_words_are_kept_and_read(tmp_path: Path) -> None:
+    """`--condition limits=defaults`, of a server that nobody else can ask."""
+    given = result()
+    told = msgspec.structs.replace(given.conditions, limits="defaults")
+    write(tmp_path / "r.json", msgspec.structs.replace(given, conditions=told))
+    assert dict(report.conditions(read(tmp_path / "r.json")))["limits"] == "defaults"
+
+
+def test_the_form_of_the_weights_is_a_condition() -> None:
+    """int4 computes something else than full weights do."""
+    for weights in ("full", "int8", "int4"):
+        environ = {"BATON_ENGINE_WEIGHTS": weights, "BATON_MODEL_DTYPE": "bfloat16"}
+        assert conditions_of(load(None, environ))["dtype"] == f"bfloat16, weights {weights}"
 
 
 def test_the_highest_rate_is_found_by_bisection() -> None:

@@ -45,6 +45,42 @@ def test_a_word_without_its_command_is_answered_with_help(
     assert "required" not in error
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["logs"], ["up"], ["bench", "run"], ["model", "prepare"], ["config", "show"]],
+    ids=" ".join,
+)
+def test_a_word_too_many_is_answered_with_the_commands_own_usage(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with that of `baton`, which says nothing of the command's options."""
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--no-such-option"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: baton {' '.join(command)} ")
+    assert error.endswith("unrecognized arguments: --no-such-option\n")
+
+
+@pytest.mark.parametrize("command", [["config", "show"], ["version"], ["--help"], ["up", "--help"]])
+def test_a_reader_that_has_read_enough_is_no_error(command: list[str]) -> None:
+    """`baton config show | head`: exit code 0, and not a word on standard error."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "baton.cli.main", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_wrong_setting_is_one_line_and_exit_code_78(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

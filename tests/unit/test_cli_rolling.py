@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.cli.rolling import Step, is_up, others_up, plan, strangers, unmet
+from baton.cli.rolling import Step, is_up, others_up, plan, stage, strangers, unmet
 from baton.cli.status import NO_PROCESS, NOT_REGISTERED
 
 
@@ -93,6 +93,22 @@ def test_a_former_incarnation_does_not_count() -> None:
     assert unmet(rows) == [
         f"{name} has not met prefill-0" for name in ("gateway-0", "router-0", "decode-0")
     ]
+
+
+def test_each_line_of_progress_says_whose_it_is() -> None:
+    """The old incarnation and what it still does, its end, the new one and what it lacks."""
+    busy = {"ready": True, "draining": True, "sequences": {"running": 2}}
+    old = row("decode-0", report=busy)
+    assert stage(old, 7) == "the old incarnation still runs (draining, 2 running)"
+    between = row("decode-0", incarnation=None)
+    assert stage(between, 7) == "the old incarnation has ended, the new one starts"
+    assert stage(between, None) == "the new one starts"
+    new = row("decode-0", incarnation=8, report={"ready": False})
+    assert stage(new, 7) == "the new incarnation is not ready yet"
+    new["report"] = {"ready": True}
+    assert stage(new, 7) == "the new incarnation serves (idle)"
+    assert stage(row("decode-0", "exited"), 7) == "has ended (exited)"
+    assert stage(row("ledger", "starting"), None) == "is starting"
 
 
 def test_a_cluster_of_another_version_is_told() -> None:

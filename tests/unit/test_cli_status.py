@@ -8,7 +8,7 @@ import pytest
 
 from baton.cli.cluster import progress
 from baton.cli.record import ClusterRecord
-from baton.cli.status import NO_PROCESS, NOT_REGISTERED, show
+from baton.cli.status import NO_PROCESS, NOT_REGISTERED, readiness, show, work
 
 RECORD = ClusterRecord(
     name="baton-x",
@@ -51,11 +51,39 @@ def test_a_process_without_a_lease_is_starting(capsys: pytest.CaptureFixture[str
     show({**picture, "kernels": kernels}, RECORD)
     title, _, *lines = capsys.readouterr().out.splitlines()
     assert lines.pop() == "kernels: torch-tiles-2 x86_64 (plain torch: no compiler)"
-    assert title == "baton-x at http://127.0.0.1:8000: split, tiny, NOT ready"
+    assert title == (
+        "baton-x at http://127.0.0.1:8000: split, tiny, NOT ready, 0 of 2 workers ready"
+    )
     rows = {line.split()[0]: line.split() for line in lines}
     assert rows["decode-0"][-1] == "starting"
     assert rows["ledger"][-1] == "-"
     assert rows["prefill-0"][1:4] == ["prefill", "exited", "1"]
+
+
+def test_workers_that_do_not_serve_yet_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """One of each kind is enough to be ready; who reads `ready` would think that all are."""
+    one = {**NO_PROCESS, **NOT_REGISTERED, "state": "running"}
+    serving = {**one, "incarnation": 7, "lease_ms": 900, "report": {"ready": True}}
+    processes: list[dict[str, Any]] = [
+        {**serving, "process": "decode-0", "role": "decode"},
+        {**one, "process": "decode-1", "role": "decode"},
+        {**serving, "process": "gateway-0", "role": "gateway"},
+        {**serving, "process": "prefill-0", "role": "prefill"},
+    ]
+    picture = {"ready": True, "trouble": [], "model": "tiny", "processes": processes}
+    picture["kernels"] = {"running": [], "note": ""}
+    show(picture, RECORD)
+    assert capsys.readouterr().out.splitlines()[0].endswith(", ready, 2 of 3 workers ready")
+    assert readiness(processes).late == ("decode-1",)
+    processes[1] = {**serving, "process": "decode-1", "role": "decode"}
+    show(picture, RECORD)
+    assert capsys.readouterr().out.splitlines()[0].endswith(", ready")
+
+
+def test_one_of_a_thing_is_not_called_many() -> None:
+    """Neither `1 jobs` nor `1 tokens queued`."""
+    report = {"jobs": 1, "queued_tokens": 1, "tickets": 2, "sessions": 1}
+    assert work(report) == "1 job, 1 token queued, 2 tickets, 1 session"
 
 
 def test_the_role_is_what_a_process_does_now(capsys: pytest.CaptureFixture[str]) -> None:

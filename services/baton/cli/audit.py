@@ -17,7 +17,7 @@ from baton.cli.client import no_cluster
 from baton.cli.cluster import Cluster
 from baton.cli.discrepancies import KINDS, Discrepancy, bound_ms, discrepancies
 from baton.cli.sample import Sample, take
-from baton.cli.terminal import ExitCode, say, table, warn
+from baton.cli.terminal import ExitCode, counted, say, table, warn
 from baton.core.limits import Limits
 from baton.runtime.settings import Config
 
@@ -136,7 +136,7 @@ def _plain(verdict: Verdict) -> dict[str, object]:
 def _show(verdict: Verdict) -> None:
     if verdict.findings:
         table(
-            f"{len(verdict.findings)} discrepancies",
+            counted(len(verdict.findings), "discrepancy", "discrepancies"),
             ("kind", "subject", "what", "for s"),
             [
                 (each.what.kind, each.what.subject, each.what.text, f"{each.seen_s:.1f}")
@@ -148,4 +148,4 @@ def _show(verdict: Verdict) -> None:
     for words in verdict.unseen:
         warn(f"could not be looked at: {words}")
     if not verdict.findings and not verdict.unseen:
-        say(f"clean: ledger, processes and arenas agree ({verdict.looks} looks)")
+        say(f"clean: ledger, processes and arenas agree ({counted(verdict.looks, 'look')})")

@@ -125,9 +125,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--slo-gap",
         type=float,
-        action="append",
+        nargs="+",
+        action="extend",
         metavar="MS",
-        help="bound of a request's own p99 gap (100); several: each is reckoned",
+        help="bound of a request's own p99 gap (100); several (50 400): each is reckoned",
     )
     result = parser.add_argument_group("result")
     result.add_argument("--label", default="run", help="of this run in tables (run)")

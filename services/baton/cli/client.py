@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from baton.cli.terminal import CommandError, ExitCode
+from baton.cli.terminal import CommandError, ExitCode, counted
 from baton.runtime.dirs import run_dir_path
 from baton.runtime.settings import Config
 
@@ -48,7 +48,7 @@ class Answer:
         """Return the figures in words."""
         rate = (self.tokens - 1) / (self.seconds - self.ttft_s) if self.tokens > 1 else 0.0
         return (
-            f"{self.tokens} tokens, first after {self.ttft_s * 1000:.0f} ms, then "
+            f"{counted(self.tokens, 'token')}, first after {self.ttft_s * 1000:.0f} ms, then "
             f"{rate:.1f} tokens/s ({self.finish or 'no finish reason'})"
         )
 

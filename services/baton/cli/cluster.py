@@ -41,7 +41,7 @@ _CONFIG_EXIT = 78
 #: Supervisor's words for a process that still is one.
 _ALIVE = frozenset({"STARTING", "RUNNING", "STOPPING", "BACKOFF"})
 
-Tell = Callable[[str], None]
+Tell = Callable[[str], object]
 
 
 @dataclass(slots=True)

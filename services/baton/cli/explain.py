@@ -20,7 +20,7 @@ from baton.cli.cluster import Cluster
 from baton.cli.leftovers import LOGS
 from baton.cli.records import Record, read_record
 from baton.cli.reports import LedgerSilent
-from baton.cli.terminal import CommandError, ExitCode, say, warn
+from baton.cli.terminal import CommandError, ExitCode, counted, say, warn
 from baton.runtime.dirs import ledger_url
 from baton.runtime.settings import Config
 
@@ -177,7 +177,7 @@ def _summary(record: Record | None) -> str:
     if record is None:
         return "the ledger has no record (any more)"
     owners = ", ".join(f"{role} {peer}" for role, peer in record.owners.items())
-    words = f"{record.state}, epoch {record.epoch}, {record.attempts} attempts; {owners}"
+    words = f"{record.state}, epoch {record.epoch}, {counted(record.attempts, 'attempt')}; {owners}"
     if record.outcome is not None:
         outcome = record.outcome
         why = outcome.finish or outcome.reason or ""

@@ -19,7 +19,7 @@ from baton.cli.client import Answer, Delta
 from baton.cli.cluster import Cluster, Patience
 from baton.cli.leftovers import LOGS
 from baton.cli.record import ClusterRecord
-from baton.cli.serving import give_up, say_addresses
+from baton.cli.serving import give_up, say_addresses, say_late
 from baton.cli.terminal import CommandError, ExitCode, say
 from baton.runtime.prctl import die_with_parent
 from baton.runtime.settings import Config
@@ -97,6 +97,7 @@ def _serve(
     if oneshot or stop.is_asked():
         return
     say()
+    say_late(cluster, found)
     say_addresses(found)
     say("ready; Ctrl-C stops everything")
     pids = cluster.pids()

@@ -31,7 +31,7 @@ _UNMAP_S = 3.0
 Known = tuple[str, int]
 
 
-def end_members(run_dir: Path, patience_s: float, tell: Callable[[str], None]) -> list[str]:
+def end_members(run_dir: Path, patience_s: float, tell: Callable[[str], object]) -> list[str]:
     """Wait for orphans of a dead supervisor, then kill them; return those that do not die.
 
     Workers end by themselves within 5 s of their supervisor's death.

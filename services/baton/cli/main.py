@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from baton.cli import bench
-from baton.cli.terminal import CommandError, ExitCode, warn
+from baton.cli.terminal import CommandError, ExitCode, say, warn
 from baton.core.ids import WorkerRole
 from baton.runtime.config import ConfigError, config_path, load
 from baton.runtime.settings import Config
@@ -42,7 +42,7 @@ exit codes: 0 done, 1 not so (nothing runs, something is left), 2 wrong command 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     try:
         config = _settings(options)
         command: Command = options.command
@@ -55,10 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.code
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        # `baton status | head`: nobody reads on. Python would complain while it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.FAILED
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; a word too many is an error of the command it was said to."""
+    parser = _parser()
+    try:
+        options, unknown = parser.parse_known_args(arguments)
+    except SystemExit:
+        say(end="")  # `baton --help | head`: argparse leaves its text in the buffer
+        raise
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
 
 
 def _settings(options: argparse.Namespace) -> Config:
@@ -129,7 +138,7 @@ def _add(commands, name: str, run: Command, text: str, more: str = "") -> argpar
     added.add_argument(
         "--config", type=Path, metavar="FILE", default=argparse.SUPPRESS, help=_CONFIG_HELP
     )
-    added.set_defaults(command=run)
+    added.set_defaults(command=run, parser=added)
     return added
 
 
@@ -212,9 +221,10 @@ def _add_asking(commands) -> None:  # type: ignore[no-untyped-def]
         metavar="T",
         help="0 to 2; 0: the likeliest token each time (0)",
     )
-    logs = _add(commands, "logs", _logs, "print the newest lines of the logs")
+    logs = _add(commands, "logs", _logs, "print the newest lines of the logs, by time")
     logs.add_argument("worker", nargs="?", help="decode-0, ledger, supervisord, ... (default: all)")
     logs.add_argument("-n", type=int, default=20, metavar="LINES", help="lines of each (20)")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
     model = commands.add_parser("model", help="prepare models").add_subparsers(
         title="commands", required=True, metavar="COMMAND"
     )
@@ -240,7 +250,9 @@ _UP = """\
 examples:
   baton up --mode colocated               the same work without separate prefill processes
   baton up --decode 2 --port 8001
-A cluster that already runs here is left alone, with its settings (exit code 0).
+It returns when the gateway can serve; workers that still start then are counted and named.
+A cluster that already runs here is left alone, with its settings: exit code 0, or 1 when the
+command line, the environment or the file says anything else now, which is then named.
 """
 _AUDIT = """\
 A discrepancy counts when it is seen again after its bound (docs/operations.md has both); the
@@ -364,9 +376,9 @@ def _chat(config: Config, options: argparse.Namespace) -> int:
 
 
 def _logs(config: Config, options: argparse.Namespace) -> int:
-    from baton.cli.serving import logs
+    from baton.cli.logs import logs
 
-    return logs(config, options.worker, options.n)
+    return logs(config, options.worker, options.n, follow=options.follow)
 
 
 def _prepare(config: Config, options: argparse.Namespace) -> int:

@@ -77,12 +77,9 @@ def restart(config: Config, workers: Sequence[str], *, rolling: bool, wait_s: fl
     steps = plan(found.rows, every, spare(found.settings))
     began = time.monotonic()
     for number, step in enumerate(steps, 1):
-        since = time.monotonic()
-        found.carry_out(step, wait_s)
-        say(
-            f"[{number}/{len(steps)}] {step.worker}: {_DONE[step.action]}, "
-            f"{time.monotonic() - since:.1f} s"
-        )
+        since, where = time.monotonic(), f"[{number}/{len(steps)}] "
+        found.carry_out(step, wait_s, where)
+        say(f"{where}{step.worker}: {_DONE[step.action]}, {time.monotonic() - since:.1f} s")
     say(f"done in {time.monotonic() - began:.1f} s")
     return ExitCode.OK
 

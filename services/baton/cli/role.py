@@ -25,7 +25,10 @@ def role(config: Config, worker: str, wanted: WorkerRole, *, wait_s: float | Non
     workers = [each for each in found.rows if each["role"] in ("prefill", "decode")]
     if row not in workers:
         names = ", ".join(each["process"] for each in workers)
-        raise CommandError(f"{worker} is a {row['role']}; a role have {names}", ExitCode.USAGE)
+        raise CommandError(
+            f"{worker} is a {row['role']}; only these have a role to change: {names}",
+            ExitCode.USAGE,
+        )
     if not is_up(row):
         raise CommandError(f"{worker} does not run ({row['state']}); see `baton status`")
     now = WorkerRole(role_of(row))

@@ -14,12 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from baton.cli.status import work
 from baton.cli.supervisor import LEDGER
 from baton.core.ids import Role
 
 Row = Mapping[str, Any]
 
 ORDER = (Role.PREFILL, Role.DECODE, Role.ROUTER, Role.GATEWAY, LEDGER)
+
+#: States of a process that does not run, and does not start by itself just now.
+ENDED = ("stopped", "exited", "fatal")
 
 #: What it means when the last one of a kind takes nothing any more.
 LAST_MEANS = {
@@ -95,6 +99,23 @@ def unmet(rows: Sequence[Row]) -> list[str]:
             and name not in known.get(other["process"], {name})
         ]
     return missing
+
+
+def stage(row: Row, before: object) -> str:
+    """Return, in words, how far a process is on its way from its incarnation ``before``."""
+    report = row["report"] or {}
+    if row["role"] == LEDGER:
+        return f"is {row['state']}"
+    if row["state"] in ENDED:
+        return f"has ended ({row['state']})"
+    if row["incarnation"] is None or row["state"] != "running":
+        ended = "the old incarnation has ended, " if before is not None else ""
+        return f"{ended}the new one starts"
+    if row["incarnation"] == before:
+        return f"the old incarnation still runs ({work(report)})"
+    if not report.get("ready"):
+        return "the new incarnation is not ready yet"
+    return f"the new incarnation serves ({work(report)})"
 
 
 #: Who must know whom before both are of use.

@@ -15,8 +15,8 @@ from typing import Any
 from baton.cli.client import no_cluster
 from baton.cli.cluster import Cluster
 from baton.cli.record import ClusterRecord
-from baton.cli.rolling import Step, is_up, unmet
-from baton.cli.status import gather, work
+from baton.cli.rolling import ENDED, Step, is_up, stage, unmet
+from baton.cli.status import gather
 from baton.cli.supervisor import LEDGER, Supervisor, spare
 from baton.cli.terminal import CommandError, ExitCode, say, warn
 from baton.core.ids import Role
@@ -30,13 +30,15 @@ _DRAIN_MARGIN_S = 10.0
 
 @dataclass(slots=True)
 class _Progress:
-    """Says what is waited for, once each time it changes."""
+    """Says how far one process is and what is waited for, once each time it changes."""
 
+    where: str = ""
+    """What stands before each line: which step of how many."""
     told: str = ""
 
     def tell(self, line: str) -> None:
         if line != self.told:
-            say(f"  {line}")
+            say(f"{self.where}{line}")
             self.told = line
 
 
@@ -51,6 +53,7 @@ class Running:
         self._record: ClusterRecord = record
         self.settings = self._cluster.started_with()
         self._supervisor = Supervisor(self._cluster.run_dir)
+        self._where = ""
         self.picture: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []
         self.look()
@@ -80,15 +83,22 @@ class Running:
         """
         mine = {row["process"]: row for row in self.rows if row["state"] != "elsewhere"}
         if worker not in mine:
+            # The spare gateway is there for a restart only; while it is down `status` has it not.
+            unused = spare(self.settings)
+            names = [name for name, row in mine.items() if name != unused or is_up(row)]
             raise CommandError(
-                f"there is no {worker} here; there are {', '.join(mine)}", ExitCode.USAGE
+                f"there is no {worker} here; there are {', '.join(names)}", ExitCode.USAGE
             )
         return mine[worker]
 
     # --- what is done ---------------------------------------------------------------------------
 
-    def carry_out(self, step: Step, wait_s: float) -> None:
-        """Do one step of a plan, and wait until the cluster is whole again."""
+    def carry_out(self, step: Step, wait_s: float, where: str) -> None:
+        """Do one step of a plan, and wait until the cluster is whole again.
+
+        ``where`` stands before each line of progress: which step of how many it is.
+        """
+        self._where = where
         match step.action:
             case "start":
                 self.start(step.worker, wait_s)
@@ -133,36 +143,31 @@ class Running:
     # --- what is waited for -----------------------------------------------------------------------
 
     def wait(self, seen: Callable[[], bool], wait_s: float, worker: str, late: str) -> None:
-        progress = _Progress()
+        progress, before = _Progress(self._where), self._incarnation(worker)
         deadline = time.monotonic() + wait_s
         while True:
             self.look()
             if seen():
                 return
-            waits_for = self._words(worker)
+            waits_for = self._words(worker, before)
             if time.monotonic() >= deadline:
                 raise CommandError(
                     f"{worker} {late} after {wait_s:.0f} s ({waits_for}){self._misfit(worker)}; "
                     f"nothing else was touched; see `baton status` and `baton logs {worker}`",
                     ExitCode.TEMPORARY,
                 )
-            progress.tell(waits_for)
+            progress.tell(f"{worker}: {waits_for}")
             time.sleep(_LOOK_S)
 
     def _misfit(self, worker: str) -> str:
         reason = self._cluster.refusal(worker, str(self._incarnation(worker)))
         return f": {reason}" if reason else ""
 
-    def _words(self, worker: str) -> str:
-        row = self.row(worker)
-        report = row["report"]
-        if report is not None:
-            words = [f"{worker} {row['state']}: {work(report)}", *unmet(self.rows)[:3]]
-            return "; ".join(words)
-        return f"{worker} {row['state']}"
+    def _words(self, worker: str, before: object) -> str:
+        return "; ".join([stage(self.row(worker), before), *unmet(self.rows)[:3]])
 
     def _ended(self, worker: str) -> bool:
-        return self.row(worker)["state"] in ("stopped", "exited", "fatal")
+        return self.row(worker)["state"] in ENDED
 
     def _incarnation(self, worker: str) -> object:
         return self.row(worker).get("incarnation")

@@ -1,14 +1,14 @@
-"""`baton up`, `baton down`, `baton logs`: a cluster in the background."""
+"""`baton up` and `baton down`: a cluster in the background."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
 
 from baton.cli.client import reach
 from baton.cli.cluster import Cluster, Patience
 from baton.cli.record import ClusterRecord
 from baton.cli.settings_file import differences
+from baton.cli.status import gather, readiness
 from baton.cli.terminal import CommandError, ExitCode, say, warn
 from baton.runtime.settings import Config
 
@@ -17,7 +17,10 @@ _NOW_S = 4.0
 
 
 def up(config: Config, wait_s: float) -> int:
-    """Start a cluster and wait until it can serve; leave one that runs alone."""
+    """Start a cluster and wait until it can serve; leave one that runs alone.
+
+    The exit code is 1 where one runs with other settings than are said now.
+    """
     cluster = Cluster(config, os.environ, say)
     found = cluster.running()
     if found is not None:
@@ -25,16 +28,18 @@ def up(config: Config, wait_s: float) -> int:
             f"already running, with the settings of its start (supervisor pid "
             f"{found.supervisor_pid}); `down` and `up` again to change them"
         )
-        for line in differences(config, cluster.started_with()):
+        changed = differences(config, cluster.started_with())
+        for line in changed:
             warn(f"not taken: {line}")
         say_addresses(found)
-        return ExitCode.OK
+        return ExitCode.FAILED if changed else ExitCode.OK
     found = cluster.start(in_foreground=False)
     try:
         cluster.wait_ready(found, wait_s, stop=lambda: False)
     except BaseException:
         give_up(cluster)
         raise
+    say_late(cluster, found)
     say_addresses(found)
     say(f"logs        {cluster.run_dir / 'logs'}")
     return ExitCode.OK
@@ -46,6 +51,14 @@ def give_up(cluster: Cluster) -> None:
     patience.limit(_NOW_S)
     for line in cluster.stop(patience):
         warn(f"baton: left behind: {line}")
+
+
+def say_late(cluster: Cluster, found: ClusterRecord) -> None:
+    """Name the workers that do not serve yet: one of each kind is enough to be ready."""
+    rows = gather(cluster, found, cluster.started_with())["processes"]
+    workers = readiness(rows)
+    if workers.late:
+        say(f"{workers}; not yet: {', '.join(workers.late)} (see `baton status`)")
 
 
 def say_addresses(found: ClusterRecord) -> None:
@@ -73,23 +86,4 @@ def down(config: Config, *, now: bool) -> int:
         raise CommandError("stopped, but left behind: " + "; ".join(left))
     what = "stopped" if ran else "no cluster runs here"
     say(f"{what}; nothing is left behind")
-    return ExitCode.OK
-
-
-def logs(config: Config, worker: str | None, lines: int) -> int:
-    """Print the newest lines of one log or of all."""
-    folder = Cluster(config, os.environ, say).run_dir / "logs"
-    every = sorted(folder.glob("*.log"))
-    if not every:
-        raise CommandError(f"no logs in {folder}: no cluster has run here")
-    paths = [path for path in every if worker in (None, path.stem)]
-    if not paths:
-        names = ", ".join(path.stem for path in every)
-        raise CommandError(f"no log of {worker}; there are {names}")
-    for path in paths:
-        if len(paths) > 1:
-            say(f"==> {path} <==")
-        with path.open(errors="replace") as text:
-            for line in deque(text, maxlen=lines):
-                say(line, end="")
     return ExitCode.OK

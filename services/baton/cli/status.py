@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from baton.cli.cluster import Cluster, worker_pid
 from baton.cli.record import ClusterRecord
 from baton.cli.reports import LedgerSilent, Registered, ask, read_members
 from baton.cli.supervisor import LEDGER, Supervisor, spare
-from baton.cli.terminal import ExitCode, say, table, warn
+from baton.cli.terminal import ExitCode, counted, say, table, warn
 from baton.core.ids import Role, WorkerRole
 from baton.engine.info import ModelNotPrepared, read_info
 from baton.runtime.dirs import cache_dir, ledger_url
@@ -144,11 +145,32 @@ def _merge(
     return sorted(rows, key=lambda row: str(row["process"]))
 
 
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """How many workers serve; a cluster is ready with one of each kind."""
+
+    ready: int
+    late: tuple[str, ...]
+    """Those that do not serve: they start, were drained or have ended."""
+
+    def __str__(self) -> str:
+        return f"{self.ready} of {counted(self.ready + len(self.late), 'worker')} ready"
+
+
+def readiness(rows: Sequence[Mapping[str, Any]]) -> Readiness:
+    """Return which prefill and decode workers serve, from the rows of :func:`gather`."""
+    workers = [row for row in rows if row["role"] in (Role.PREFILL, Role.DECODE)]
+    late = [row["process"] for row in workers if not (row["report"] or {}).get("ready")]
+    return Readiness(len(workers) - len(late), tuple(late))
+
+
 def show(picture: Mapping[str, Any], found: ClusterRecord) -> None:
     """Draw the table."""
+    workers = readiness(picture["processes"])
     table(
         f"{found.name} at {reach(found.url)}: {found.mode}, {picture['model']}, "
-        + ("ready" if picture["ready"] else "NOT ready"),
+        + ("ready" if picture["ready"] else "NOT ready")
+        + (f", {workers}" if workers.late else ""),
         COLUMNS,
         [_line(row) for row in picture["processes"]],
     )
@@ -209,13 +231,13 @@ def work(report: Mapping[str, Any]) -> str:
         counts = report.get(name)
         if isinstance(counts, dict):
             words += [f"{count} {state}" for state, count in counts.items() if count]
-    for name, unit in (
-        ("jobs", "jobs"),
-        ("queued_tokens", "tokens queued"),
-        ("tickets", "tickets"),
+    for name, noun, more in (
+        ("jobs", "job", ""),
+        ("queued_tokens", "token", " queued"),
+        ("tickets", "ticket", ""),
     ):
         if report.get(name):
-            words.append(f"{report[name]} {unit}")
+            words.append(counted(report[name], noun) + more)
     if report.get("sessions") and not report.get("phases"):
-        words.append(f"{report['sessions']} sessions")
+        words.append(counted(report["sessions"], "session"))
     return ", ".join(words) or ("idle" if report else "-")

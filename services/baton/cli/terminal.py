@@ -6,6 +6,7 @@ which is imported only when there is one to draw.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
@@ -34,16 +35,31 @@ class CommandError(Exception):
         self.code = code
 
 
-def say(text: str = "", *, end: str = "\n") -> None:
-    """Write to standard output at once, also through a pipe."""
-    sys.stdout.write(text + end)
-    sys.stdout.flush()
+def say(text: str = "", *, end: str = "\n") -> bool:
+    """Write to standard output at once, also through a pipe; whether somebody reads there.
+
+    `baton status | head`: who has read enough is no error, and what a command does beside printing
+    is done to its end. So nothing is raised, and what follows goes nowhere.
+    """
+    try:
+        sys.stdout.write(text + end)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still in the buffer goes there too: Python would complain while it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def warn(text: str) -> None:
     """Write one line to standard error."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return ``1 job``, ``2 jobs``."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def is_interactive() -> bool:

@@ -10,26 +10,36 @@ from typing import Any
 import msgspec
 
 from baton.engine.info import resolve_dtype
+from baton.runtime.config import load
 from baton.runtime.settings import Config
 
 
 def conditions_of(config: Config) -> dict[str, Any]:
-    """Return dtype and limits as the cluster was started with."""
+    """Return dtype, form of the weights and limits as the cluster was started with.
+
+    How many workers do what is not settled by settings: its metrics tell (``server.workers``).
+    """
+    dtype = f"{resolve_dtype(config.model.dtype)}, weights {config.engine.weights}"
     fake = config.engine.kind == "fake"
+    return {"dtype": "none: the fake engine" if fake else dtype, "limits": limits_of(config)}
+
+
+def limits_of(config: Config) -> dict[str, Any]:
+    """Return the settings that bound or shape what a cluster does."""
     return {
-        "dtype": "none: the fake engine" if fake else resolve_dtype(config.model.dtype),
-        "limits": {
-            "mode": config.cluster.mode,
-            "prefill": config.cluster.prefill,
-            "decode": config.cluster.decode,
-            "routers": config.cluster.routers,
-            "gateways": config.cluster.gateways,
-            "kernels": config.engine.kernels,
-            "threads": config.engine.threads,
-            "arena_mib": config.arena.size_mb,
-            "block_size": config.arena.block_size,
-            "pin": config.cores.pin,
-            "router": msgspec.to_builtins(config.router),
-            **msgspec.to_builtins(config.limits),
-        },
+        "mode": config.cluster.mode,
+        "routers": config.cluster.routers,
+        "gateways": config.cluster.gateways,
+        "kernels": config.engine.kernels,
+        "threads": config.engine.threads,
+        "arena_mib": config.arena.size_mb,
+        "block_size": config.arena.block_size,
+        "pin": config.cores.pin,
+        "router": msgspec.to_builtins(config.router),
+        **msgspec.to_builtins(config.limits),
     }
+
+
+def usual_limits() -> dict[str, Any]:
+    """Return the limits of a cluster without any settings."""
+    return limits_of(load(None, {}))

@@ -378,7 +378,7 @@ def _of_all(done: Sequence[Done]) -> Conditions:
         commit=", ".join(dict.fromkeys(each.commit for each in every)),
         workload={**every[0].workload, "salt": "one for each rate and repeat"},
         arrivals={**every[0].arrivals, "rate_per_s": "see the runs"},
-        limits={"see the runs' settings; those of the first": every[0].limits},
+        limits={"see": "the runs' settings; these are of the first", **_named(every[0].limits)},
         concurrency="open, see the runs",
         load={
             "others_cores_most": max(others),
@@ -387,6 +387,10 @@ def _of_all(done: Sequence[Done]) -> Conditions:
             "load_average_at_end": every[-1].load["load_average_at_end"],
         },
     )
+
+
+def _named(limits: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    return {"told": limits} if isinstance(limits, str) else limits
 
 
 def _tell(words: str) -> None:

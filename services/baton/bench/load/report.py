@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.bench.figures import table
-from baton.bench.load.results import Result, Run, Spread
+from baton.bench.load.baton_target import usual_limits
+from baton.bench.load.reckoning import goodput
+from baton.bench.load.results import Conditions, Goodput, Result, Run, Slo, Spread
+
+#: In the place of a figure that a run does not have.
+NOT_JUDGED = "not judged by them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +113,72 @@ def compare(a: Result, b: Result) -> list[Table]:
         )
         for first, second in pairs
     ]
-    differing = tuple(
-        (name, left, right)
-        for (name, left), (_, right) in zip(conditions(a), conditions(b), strict=True)
-        if left != right
+    return [*found, Table("conditions that differ", ("", "A", "B"), tuple(_differing(a, b)))]
+
+
+def _differing(a: Result, b: Result) -> list[tuple[str, str, str]]:
+    """Return each condition that is not the same, by its own name, bounds among them."""
+    left, right = (
+        {"bounds (TTFT, gap p99)": _bounds(each), **_flat(each.conditions)} for each in (a, b)
     )
-    return [*found, Table("conditions that differ", ("", "A", "B"), differing)]
+    return [
+        (name, _words(left.get(name, "-")), _words(right.get(name, "-")))
+        for name in left | right
+        if left.get(name, "-") != right.get(name, "-")
+    ]
+
+
+def _bounds(result: Result) -> str:
+    """Return what a result was judged by."""
+    return "; ".join(_bound(slo) for slo in _slos(result.runs)) or "-"
+
+
+def _bound(slo: Slo) -> str:
+    return f"TTFT {slo.ttft_ms:g}, gap {slo.gap_ms:g} ms"
+
+
+def _slos(runs: Sequence[Run]) -> list[Slo]:
+    """Return every pair of bounds that one of the runs was judged by."""
+    return list(dict.fromkeys(each.slo for run in runs for each in run.figures.goodput))
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Return nested conditions as ``limits.router.placement`` and their values."""
+    if isinstance(value, Conditions):
+        value = {field: getattr(value, field) for field in value.__struct_fields__}
+    if not isinstance(value, Mapping):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, each in value.items():
+        found |= _flat(each, f"{name}.{key}" if name else str(key))
+    return found
 
 
 def _compared(first: Run, second: Run) -> list[tuple[str, str, str, str]]:
+    """Return a row for each figure that one of both has; a ratio only where both have it."""
+    slos = _slos((first, second))
+    left, right = comparable(first, slos), comparable(second, slos)
     rows = []
-    pairs = zip(comparable(first).items(), comparable(second).values(), strict=False)
-    for (name, left), right in pairs:
-        ratio = f"{right / left:.3f}" if left else "-"
-        rows.append((name, _number(left), _number(right), ratio))
+    for name in left | right:
+        a, b = left.get(name, "-"), right.get(name, "-")
+        rows.append((name, _cell(a), _cell(b), _ratio(a, b)))
     return rows
 
 
-def comparable(run: Run) -> dict[str, float]:
-    """Return the figures that are worth a ratio."""
+def _ratio(a: float | str, b: float | str) -> str:
+    if isinstance(a, str) or isinstance(b, str) or not a:
+        return "-"
+    return f"{b / a:.3f}"
+
+
+def _cell(value: float | str) -> str:
+    return value if isinstance(value, str) else _number(value)
+
+
+def comparable(run: Run, slos: Sequence[Slo]) -> dict[str, float | str]:
+    """Return the figures that are worth a ratio, with the goodput at each of ``slos``."""
     figures, amount = run.figures, run.cost.amount or 1.0
-    found = {}
+    found: dict[str, float | str] = {}
     for name in ("ttft", "itl", "tpot", "e2e"):
         values: Spread = getattr(figures, name)
         for share in ("p50", "p95", "p99", "max"):
@@ -136,18 +186,49 @@ def comparable(run: Run) -> dict[str, float]:
     found["requests/s"] = figures.requests_per_s
     found["output tokens/s"] = figures.output_tokens_per_s
     found[f"output tokens/s per {run.cost.unit}"] = figures.output_tokens_per_s / amount
-    for each in figures.goodput:
-        bound = f"TTFT {each.slo.ttft_ms:g}, gap {each.slo.gap_ms:g} ms"
-        found[f"goodput/s ({bound})"] = each.per_s
-        found[f"goodput/s per {run.cost.unit} ({bound})"] = each.per_s / amount
-        found[f"attainment ({bound})"] = each.attainment
+    for slo in slos:
+        bound, judged = _bound(slo), _judged(run, slo)
+        per_s = judged.per_s if judged else None
+        found[f"goodput/s ({bound})"] = NOT_JUDGED if per_s is None else per_s
+        name = f"goodput/s per {run.cost.unit} ({bound})"
+        found[name] = NOT_JUDGED if per_s is None else per_s / amount
+        found[f"attainment ({bound})"] = judged.attainment if judged else NOT_JUDGED
     return found
+
+
+def _judged(run: Run, slo: Slo) -> Goodput | None:
+    """Return what of a run met these bounds; ``None``: it was not judged by them.
+
+    Where the result has kept each of its requests they tell it as well.
+    """
+    for each in run.figures.goodput:
+        if each.slo == slo:
+            return each
+    return goodput(run.rows, slo, run.figures.seconds) if run.rows else None
 
 
 def conditions(result: Result) -> list[tuple[str, str]]:
     """Return the conditions in words, one line each."""
     found = result.conditions
-    return [(name, _words(getattr(found, name))) for name in found.__struct_fields__]
+    known = {name: getattr(found, name) for name in found.__struct_fields__}
+    return [
+        (name, limits_in_words(value) if name == "limits" else _words(value))
+        for name, value in known.items()
+    ]
+
+
+def limits_in_words(limits: Mapping[str, Any] | str) -> str:
+    """Return the mode, and of Baton's limits those that are not this version's defaults.
+
+    The result's file has all of them.
+    """
+    usual, found = _flat(usual_limits()), _flat(limits)
+    if not set(usual) & set(found):
+        return _words(limits)
+    told = {name: value for name, value in found.items() if usual.get(name) != value}
+    if "mode" in found:
+        told = {"mode": found["mode"], **told}
+    return _words({**told, "others": "as by default"} if len(told) < len(found) else told)
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -205,11 +286,14 @@ def _counts(runs: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
 
 def _goodput(runs: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
     rows = []
-    for place, first in enumerate(runs[0].figures.goodput if runs else ()):
-        name = f"TTFT <= {first.slo.ttft_ms:g} ms, gap p99 <= {first.slo.gap_ms:g} ms"
+    for slo in _slos(runs):
+        name = f"TTFT <= {slo.ttft_ms:g} ms, gap p99 <= {slo.gap_ms:g} ms"
         cells = []
         for run in runs:
-            found = run.figures.goodput[place]
+            found = _judged(run, slo)
+            if found is None:
+                cells.append(NOT_JUDGED)
+                continue
             per_cost = found.per_s / (run.cost.amount or 1.0)
             cells.append(
                 f"{_number(found.per_s)} ({found.attainment:.1%}; "

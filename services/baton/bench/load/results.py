@@ -199,7 +199,9 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """kind, version, address."""
     model: str
     dtype: str
-    limits: Mapping[str, Any]
+    """And how weights are kept."""
+    limits: Mapping[str, Any] | str
+    """In words: of a server that only the user can ask."""
     cache_state: str
     workload: Mapping[str, Any]
     arrivals: Mapping[str, Any]

@@ -195,7 +195,8 @@ class _Runner:
             workload.long_prompt(),
         )
         aborted = measured.aborted
-        return Done(found, self._conditions(measured, workload, facts, affinity, others), aborted)
+        conditions = self._conditions(measured, workload, facts, affinity, others, workers=workers)
+        return Done(found, conditions, aborted)
 
     def _conditions(
         self,
@@ -204,17 +205,22 @@ class _Runner:
         facts: Mapping[str, Any],
         affinity: Mapping[str, Any],
         others: float,
+        *,
+        workers: Mapping[str, float],
     ) -> Conditions:
         plan, told = self._plan, dict(self._plan.target.told)
         lengths, load, info = plan.workload, plan.load, self._info
         known = {name: told.pop(name, "") for name in MUST_BE_TOLD}
         pinning = told.pop("pinning", "not on this machine")
+        # Roles change while a cluster runs: what its workers did counts, not what was set.
+        roles = {role: round(number, 2) for role, number in sorted(workers.items())}
         return Conditions(
             time=str(facts["time"]),
             server={
                 "kind": info.kind,
                 "version": info.version,
                 "address": plan.target.url,
+                **({"workers": roles} if roles else {}),
                 **told,
             },
             model=info.model,
