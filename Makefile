@@ -39,7 +39,7 @@ status: ## show processes, leases, blocks and queues (ARGS=--json)
 	@$(INSTALLED); exec $(BATON) status $(ARGS)
 
 .PHONY: chat
-chat: ## talk to the running cluster in the terminal (ARGS="--temperature 0")
+chat: ## talk to the running cluster in the terminal (ARGS="--temperature 1")
 	@$(INSTALLED); exec $(BATON) chat $(ARGS)
 
 .PHONY: logs

@@ -35,7 +35,7 @@ settings come from defaults < baton.toml (or --config, $BATON_CONFIG) < the envi
   BATON_GATEWAY_PORT=8001 BATON_CLUSTER_DECODE=2 baton up
   baton config show         every setting, its value and where it came from
 
-exit codes: 0 done, 1 not so (nothing runs, something is left), 2 wrong command line,
+exit codes: 0 done, 1 not so (nothing runs, not taken, something is left), 2 wrong command line,
   75 not now (port taken, not ready in time), 78 wrong setting or model, 130 interrupted
 """
 
