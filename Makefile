@@ -21,18 +21,19 @@ help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 # --- serving ------------------------------------------------------------------------------------
+# ARGS are the options of the command: make logs ARGS="-f decode-0"
 
 .PHONY: run
 run: install model ## start a cluster, stream an answer, serve until Ctrl-C (ONESHOT=1: stop after it)
-	@exec $(BATON) run --end-with-parent $(if $(ONESHOT),--oneshot)
+	@exec $(BATON) run --end-with-parent $(if $(ONESHOT),--oneshot) $(ARGS)
 
 .PHONY: up
-up: install model ## start a cluster in the background, under supervisor
-	@exec $(BATON) up
+up: install model ## start a cluster in the background, under supervisor (ARGS="--decode 2")
+	@exec $(BATON) up $(ARGS)
 
 .PHONY: down
 down: ## stop it, and say so if anything is left behind
-	@if [ -e .venv/stamp.baton ]; then exec $(BATON) down; else echo $(NOTHING); fi
+	@if [ -e .venv/stamp.baton ]; then exec $(BATON) down $(ARGS); else echo $(NOTHING); fi
 
 .PHONY: status
 status: ## show processes, leases, blocks and queues (ARGS=--json)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton.bench.cluster import BenchError
-from baton.bench.load import modes, verdict
+from baton.bench.load import modes, report, verdict
 from baton.bench.load.page import page
 from baton.bench.load.results import Result, ResultError, Row, Run, ServerFigures, Slo, Spread
 from baton.bench.load.running import Done
@@ -158,6 +158,19 @@ def test_a_comparison_is_gone_on_with_from_its_slices(tmp_path: Path) -> None:
     once = Slices(None, {}, salt=9)
     once.put("x", done)
     assert once.salt == 9 and once.get("x") == done
+
+
+def test_a_comparisons_conditions_say_what_is_told_by_its_runs() -> None:
+    """Neither the workers nor the limits of the first run are those of all; words stay words."""
+    made = result(server={"kind": "baton", "workers": {"prefill": 1}})
+    done = Done(made.runs[0], msgspec.structs.replace(made.conditions, limits="chunk 256"), False)
+    done.conditions = msgspec.structs.replace(
+        done.conditions,
+        load={"others_cores": 0.0, "load_average_at_start": [0.0], "load_average_at_end": [0.0]},
+    )
+    found = modes._of_all([done, done])
+    assert found.server["workers"] == "see the runs' settings"
+    assert report.limits_in_words(found.limits).endswith("told chunk 256")
 
 
 def test_the_highest_rate_needs_nine_of_ten() -> None:

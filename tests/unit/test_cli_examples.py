@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from baton.runtime.config import load
 
@@ -34,6 +37,16 @@ def test_make_help_tells_about_every_target() -> None:
     phony = set(re.findall(r"^\.PHONY: ([a-z-]+)$", text, re.MULTILINE))
     helped = set(re.findall(r"^([a-z-]+):.*## .+$", text, re.MULTILINE))
     assert phony == helped
+
+
+@pytest.mark.parametrize("target", ["run", "up", "down", "status", "chat", "logs"])
+def test_a_target_gives_the_options_in_args_to_its_command(target: str) -> None:
+    """`make logs ARGS=-f`; before, they were lost without a word."""
+    done = subprocess.run(
+        ["make", "-n", target, "ARGS=--given"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (line,) = (each for each in done.stdout.splitlines() if f"baton.cli.main {target}" in each)
+    assert "--given" in line.partition("baton.cli.main")[2]
 
 
 def test_links_of_the_front_page_lead_somewhere() -> None:

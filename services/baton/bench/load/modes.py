@@ -378,6 +378,7 @@ def _of_all(done: Sequence[Done]) -> Conditions:
         commit=", ".join(dict.fromkeys(each.commit for each in every)),
         workload={**every[0].workload, "salt": "one for each rate and repeat"},
         arrivals={**every[0].arrivals, "rate_per_s": "see the runs"},
+        server={**every[0].server, "workers": "see the runs' settings"},
         limits={"see": "the runs' settings; these are of the first", **_named(every[0].limits)},
         concurrency="open, see the runs",
         load={
