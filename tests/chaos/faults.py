@@ -252,6 +252,15 @@ def _start_again(place: Place, name: str) -> None:
 
 
 async def _to_ledger(place: Place, done: Done, stop: Stop) -> None:
+    if done.fault.action in {"stall", "cut"}:
+        await _to_ledger_in_turn(place, done, stop)
+        return
+    # There is one server: while it is down, or its files are exchanged, it cannot be frozen too.
+    async with place.server_turn:
+        await _to_ledger_in_turn(place, done, stop)
+
+
+async def _to_ledger_in_turn(place: Place, done: Done, stop: Stop) -> None:
     fault, done.at = done.fault, time.monotonic()
     match fault.action:
         case "kill":

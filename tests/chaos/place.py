@@ -62,6 +62,8 @@ class Place:
         self.ledger_proxy = Proxy(self._to_ledger)
         self.client_proxy = Proxy(self._to_gateway)
         self.client_port = 0
+        self.server_turn = asyncio.Lock()
+        """Faults of the ledger's server that overlap take turns."""
         self.stops = cluster.run_dir.parent / "stops"
         self.restarts_wanted: set[str] = set()
 
