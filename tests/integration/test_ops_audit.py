@@ -86,7 +86,7 @@ def test_a_busy_cluster_is_clean(cluster: OpsCluster) -> None:
     assert told.returncode == 0, told.stderr
     for words in ("submitted", "takes decode-0", "a ticket", "stored", "verified", "complete"):
         assert words in told.stdout, told.stdout
-    assert "completed, epoch 1, 1 attempts" in told.stdout
+    assert "completed, epoch 1, 1 attempt;" in told.stdout
     assert "quick brown" not in told.stdout
     assert cluster.baton("explain", "cmpl-never").returncode == 1
 
