@@ -168,11 +168,15 @@ def _stray(cluster: OpsCluster) -> subprocess.Popen[bytes]:
 def test_a_frozen_process_is_not_clean(cluster: OpsCluster) -> None:
     """What cannot be asked is told, with an exit code of its own (or named by what it leaves)."""
     process = cluster.process("prefill-0")
+    # Its guard as well: it would have replaced the worker before a slow machine has started us.
+    guard = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(guard, signal.SIGSTOP)
     process.send(signal.SIGSTOP)
     try:
         done = cluster.baton("audit", "--json")
     finally:
         process.send(signal.SIGCONT)
+        os.kill(guard, signal.SIGCONT)
     picture = json.loads(done.stdout)
     assert done.returncode in (1, 2)
     assert picture["unseen"] or picture["discrepancies"]
