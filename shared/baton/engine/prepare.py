@@ -56,9 +56,9 @@ def prepare(
         ready = _prepared(models, found, progress)
         if ready is None:
             ready = _make(models, found, progress)
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        remember(folder, cache_dir, ready)
+        folder = Path(source).expanduser()
+        if folder.is_dir():
+            remember(folder, cache_dir, ready)
     progress(f"{found.name} is ready", 1.0)
     return ready
 

@@ -67,10 +67,10 @@ def find_prepared(source: str, cache_dir: Path) -> Path | None:
 
 
 def remember(source: Path, cache_dir: Path, prepared: Path) -> None:
-    """Keep what was made of a folder in Hugging Face's format."""
+    """Keep what was made of a folder in Hugging Face's format; under the lock of its name."""
     record = _origin_file(source, cache_dir)
     record.parent.mkdir(mode=0o700, exist_ok=True)
-    fresh = record.with_suffix(f".{os.getpid()}")
+    fresh = record.with_suffix(".new")
     fresh.write_bytes(msgspec.json.encode(_Origin(stamp(source), prepared.name)))
     fresh.replace(record)
 
