@@ -194,7 +194,7 @@ class Resuming:
         if choice in kept.specs:
             # Another one that it was given to has submitted it meanwhile: this one reads that.
             return [*kept.tell(choice, self.state.session_of(choice)), *self._attend(kept)]
-        kept.specs[event.spec.request_id] = event.spec
+        kept.specs[choice] = event.spec
         if refusal is not None:
             return self._turned_away(kept, Outcome(Ending.REFUSED, None, *refusal), now)
         return self.attempts.begin(self._session(kept, event.spec.request_id, now), now)
@@ -395,9 +395,8 @@ class Resuming:
         if asking.event is None:
             if here is None or claim != here.again_claim:
                 return []  # it was left meanwhile
-            if (
-                here.closing is not None
-            ):  # it is over meanwhile, and the ledger has a new turn of it
+            if here.closing is not None:
+                # It is over meanwhile, and the ledger has a new turn of it.
                 here.closing = replace(here.closing, turn=given.turn)
                 return [CallLedger(here.closing)]
             if here.ended:
