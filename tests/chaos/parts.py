@@ -40,7 +40,7 @@ class Part:
 PARTS = {
     part.name: part
     for part in (
-        Part("fake", "fake engine", _FAKE_ENGINE, FAKE, 850, 16, clusters=4, clients=5),
+        Part("fake", "fake engine", _FAKE_ENGINE, FAKE, 870, 18, clusters=3, clients=5),
         Part("real", "real model", _REAL_MODEL, REAL, 150, 16, clusters=1, clients=5, real=True),
         Part(
             "overlapping",
