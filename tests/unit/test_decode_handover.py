@@ -18,6 +18,7 @@ from baton.decode.io import (
     MarkBlocks,
     ProbeWriter,
     RunStep,
+    StepFailed,
     StepFinished,
     VerifyBlocks,
     WriterProbed,
@@ -29,6 +30,7 @@ from baton.wire.messages import (
     ArenaMapped,
     ArenaOffered,
     BlockSum,
+    CancelWork,
     ChunkAnnounced,
     DecodeReserved,
     PrefillCommitted,
@@ -447,3 +449,55 @@ def test_a_writer_gets_tickets_only_after_its_lock_was_seen() -> None:
     play.reserve(spec(), P, refused)
     play.feed(WriterProbed(P.incarnation, alive=False))
     play.reserve(spec(), P, refused)
+
+
+def _joins_beside_a_step(play: Decode, name: str = "r", **fields: Any) -> None:
+    """A request is handed over while a step of another one runs."""
+    if not play.machine.state.in_flight:
+        play.local(spec("a", tokens=4, max_tokens=9))
+    play.complete(play.remote(spec(name, tokens=10, first=40, **fields)), 10)
+
+
+def _said(play: Decode) -> list[tuple[str, int, tuple[int, ...]]]:
+    chunks = play.messages(TokenChunk, G)
+    return [(run.request_id, run.index, run.ids) for chunk in chunks for run in chunk.runs]
+
+
+def test_the_first_token_comes_with_those_of_the_step_in_flight() -> None:
+    """The second one takes a step of its own after that: as long as every later one."""
+    play = Decode()
+    _joins_beside_a_step(play, max_tokens=3)
+    play.verified(ADVANCED)
+    assert _said(play) == []
+    play.stepped((60,), ADVANCED, STEP, sent(G, TokenChunk))
+    assert _said(play) == [("a", 0, (60,)), ("r", 0, (50,))]
+    assert [row.request_id for row in play.last(RunStep).rows] == ["a", "r"]
+
+
+def test_a_first_token_that_is_the_whole_answer_comes_at_once() -> None:
+    """So does one beside which no step runs."""
+    play = Decode()
+    _joins_beside_a_step(play, max_tokens=1)
+    play.verified(ADVANCED, run(0, 50, finish=FinishReason.LENGTH))
+    alone = Decode()
+    alone.complete(alone.remote(spec(tokens=10, max_tokens=3)), 10)
+    alone.verified(ADVANCED, STEP, run(0, 50))
+
+
+def test_a_first_token_that_was_kept_is_told_though_the_step_fails() -> None:
+    """What failed is another request's."""
+    play = Decode()
+    _joins_beside_a_step(play, max_tokens=3)
+    play.verified(ADVANCED)
+    play.do(StepFailed(play.last(RunStep).step, ("a",), "out of memory", retryable=True))
+    assert _said(play) == [("r", 0, (50,))]
+
+
+def test_a_request_cancelled_before_its_first_token_was_told_says_nothing() -> None:
+    """Its client is gone."""
+    play = Decode()
+    _joins_beside_a_step(play, max_tokens=3)
+    play.verified(ADVANCED)
+    play.do_hear(R, CancelWork("r", 1, Reason.CLIENT_CANCELLED))
+    play.stepped((60,), ADVANCED, STEP, sent(G, TokenChunk))
+    assert _said(play) == [("a", 0, (60,))]

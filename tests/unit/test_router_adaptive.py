@@ -21,7 +21,7 @@ from support.router_playbook import COMPLETED, D1, FENCE, P1, D, G, P, Router, c
 #: 5 ms and 0.5 ms a token: 1,000 tokens take half a second.
 CURVE = StepCurve((1, 64, 256), (5_500, 37_000, 133_000))
 #: Steps of four rows keep the SLO; with a block of a prompt beside them they do not.
-SLOW = StepCurve((1, 64, 256), (45_000, 63_900, 150_000))
+SLOW = StepCurve((1, 64, 256), (40_000, 63_900, 150_000))
 SLO = Slo(ttft_s=1.0, itl_s=0.05)
 
 
@@ -344,3 +344,41 @@ def test_a_worker_that_is_not_mixed_computes_a_prompt_only_where_nobody_else_can
     play.goes("r", 20, D, P)
     play.says(D, mixed=False, writers=())
     play.goes("s", 1_000, D, None)
+
+
+def test_who_is_too_late_lets_those_pass_that_can_be_in_time() -> None:
+    """The first token is to come within a second. Of two that wait the older one cannot have it
+    any more; in the order of arrival neither would."""
+    play = Adaptive(prefill_ahead_max=1, queue_deadline_ms=10_000)
+    play.says(P, waiting=1, queued_tokens=200)
+    play.says(D, curve=SLOW, **busy(4))
+    play.admit(play.fresh("old", 600))
+    assert play.wait(0.8) == []
+    play.admit(play.fresh("new", 600))
+    play.says(P, call(PlaceRequest, request_id="new"))
+    play.counted("new")
+    play.says(P, call(PlaceRequest, request_id="old"))
+
+
+def test_nobody_lets_others_pass_for_ever() -> None:
+    """After half of the time that it may wait who came first is first again."""
+    play = Adaptive(prefill_ahead_max=1, queue_deadline_ms=10_000)
+    play.says(P, waiting=1, queued_tokens=200)
+    play.says(D, curve=SLOW, **busy(4), free=5)
+    play.admit(play.fresh("old", 600))
+    assert play.wait(5.1) == []
+    play.admit(play.fresh("new", 600))
+    play.says(D, call(PlaceRequest, request_id="old"), curve=SLOW, **busy(4))
+
+
+def test_a_cached_prompt_is_not_given_up_for_its_length() -> None:
+    """Of 1,500 tokens 1,400 are cached: that takes no second."""
+    play = Adaptive(prefill_ahead_max=1)
+    play.place(spec("a", 1_400), D, P)
+    play.stores(D, 1_400)
+    play.says(P, waiting=1, queued_tokens=200)
+    play.says(D, curve=SLOW, **busy(4))
+    play.admit(spec("long", 1_500))
+    assert play.wait(0.5) == []
+    play.admit(play.fresh("new", 600))
+    play.says(P, call(PlaceRequest, request_id="long"))

@@ -115,5 +115,5 @@ class Joining:
         seq.joined_at = now
         seq.running_since = now
         self.state.measure("generation_tokens_total")
-        self.output.emit_token(seq, commit.first_id, commit.first_logprob, now)
+        self.output.emit_joined(seq, commit.first_id, commit.first_logprob, now)
         self.readers.pause(seq)

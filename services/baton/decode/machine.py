@@ -286,6 +286,7 @@ class DecodeMachine:
                 seq.joined_at = None
             self.output.emit_token(seq, sampled.token_id, sampled.logprob, now)
             self.readers.pause(seq)
+        self.output.step_over()
         self.ends.release_dropped()
 
     def _step_failed(self, event: StepFailed) -> None:
@@ -295,6 +296,7 @@ class DecodeMachine:
             request_id = seq.spec.request_id
             if request_id in event.request_ids and self.state.sequences.get(request_id) is seq:
                 self.ends.fail(seq, Reason.DECODE_ERROR, event.error, retryable=event.retryable)
+        self.output.step_over()
         self.ends.release_dropped()
 
     # --- peers and time -----------------------------------------------------------------------

@@ -30,13 +30,41 @@ class Output:
         self.state = state
         #: To be sent at the end of this event.
         self.runs: dict[Peer, list[TokenRun]] = {}
+        #: First tokens, and where they stand in the output: to be sent with those of the step in
+        #: flight.
+        self.kept: list[tuple[Sequence, int]] = []
 
     def emit_token(
         self, seq: Sequence, token_id: int, logprob: TokenLogprob | None, now: float
     ) -> None:
         """Append one sampled token, queue it for its gateway, and end the sequence if it must."""
+        self._append(seq, token_id, logprob)
+        self._tell(seq, now)
+
+    def emit_joined(
+        self, seq: Sequence, token_id: int, logprob: TokenLogprob | None, now: float
+    ) -> None:
+        """Append the token that came with a prompt from elsewhere. If more will follow it is sent
+        when the step in flight is over: its successor waits for the rest of that step and a step
+        of its own, and would come up to twice as late as all later ones."""
+        self._append(seq, token_id, logprob)
+        if seq.finish is None and self.state.in_flight:
+            self.kept.append((seq, len(seq.output) - 1))
+        else:
+            self._tell(seq, now)
+
+    def step_over(self) -> None:
+        """Queue the first tokens that were kept until now."""
+        kept, self.kept = self.kept, []
+        for seq, index in kept:
+            if self.state.sequences.get(seq.spec.request_id) is seq and seq.stage is Stage.RUNNING:
+                self.queue_run(seq, index)
+
+    def _append(self, seq: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         seq.finish = finish_of(seq.spec.sampling, seq.spec.max_tokens, len(seq.output), token_id)
         seq.append(token_id, logprob)
+
+    def _tell(self, seq: Sequence, now: float) -> None:
         self.queue_run(seq, len(seq.output) - 1)
         if seq.finish is not None:
             self.finish(seq, now)

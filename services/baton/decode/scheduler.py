@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from baton.core.outcomes import Reason
 from baton.core.slo import Slo
+from baton.core.step_times import pairs_of
 from baton.decode.handover import Handover
 from baton.decode.io import RunStep
 from baton.decode.sequence import Sequence, Stage
@@ -22,6 +23,9 @@ from baton.ports.channel import BlockCheck
 from baton.ports.driving import RecordStep
 from baton.ports.engine import Row, SampleSpec
 from baton.wire.messages import AttemptId
+
+#: So much of the time that a first token may take a prompt waits for streams it would disturb.
+PAUSE_SHARE = 0.5
 
 
 class Scheduler:
@@ -47,7 +51,7 @@ class Scheduler:
         """Start the next step if none runs and there is work."""
         if self.step_since is not None:
             return
-        rows = self._rows()
+        rows = self._rows(now)
         if not rows:
             self.forget_step()
             return
@@ -69,7 +73,7 @@ class Scheduler:
             self.recorded = False
             self.state.emit(RecordStep(()))
 
-    def _rows(self) -> list[Row]:
+    def _rows(self, now: float) -> list[Row]:
         """Whoever has waited longest has the next step: everybody together, or one suspect."""
         ready = [*self.state.live(Stage.RUNNING), *self.state.live(Stage.LOCAL)]
         together = [seq for seq in ready if not seq.alone]
@@ -77,19 +81,19 @@ class Scheduler:
             (seq for seq in ready if seq.alone), key=lambda seq: (seq.stepped, seq.order)
         )
         for seq in suspects if self.shared else ():
-            if rows := self._rows_of([seq]):
+            if rows := self._rows_of([seq], now):
                 self.shared, seq.stepped = False, self.step + 1
                 return rows
-        if rows := self._rows_of(together):
+        if rows := self._rows_of(together, now):
             self.shared = True
             return rows
         for seq in suspects:
-            if rows := self._rows_of([seq]):
+            if rows := self._rows_of([seq], now):
                 seq.stepped = self.step + 1
                 return rows
         return []
 
-    def _rows_of(self, ready: list[Sequence]) -> list[Row]:
+    def _rows_of(self, ready: list[Sequence], now: float) -> list[Row]:
         """Return the rows of one step of ``ready``, the running ones before the local prompts."""
         limits = self.state.limits
         rows: list[Row] = []
@@ -101,8 +105,8 @@ class Scheduler:
             if self._room(seq, seq.length):
                 rows.append(self._row(seq, seq.length))
         prompts = [seq for seq in ready if seq.stage is Stage.LOCAL]
-        budget = self._chunk(rows, prompts[0].computed) if prompts else 0
-        for seq in prompts:
+        budget = self._chunk(rows, prompts, now) if prompts else 0
+        for seq in prompts if budget else ():
             if not seq.blocks:
                 self._reuse_prefix(seq)
             elif seq.computed == seq.cached_tokens:
@@ -117,21 +121,44 @@ class Scheduler:
         # A row may have been pre-empted by a later one's need; only what still stands runs.
         return [row for row in rows if self._stands(row)]
 
-    def _chunk(self, rows: list[Row], begin: int) -> int:
-        """Return how many prompt tokens, from ``begin`` on, go into a step with ``rows``.
+    @property
+    def chunk_tokens(self) -> int:
+        """Return how many prompt tokens a step may have at most. With an SLO it is that which keeps
+        chunks short beside running sequences."""
+        limits = self.state.limits
+        if self.slo is None:
+            return limits.local_prefill_chunk_tokens
+        return max(limits.local_prefill_chunk_tokens, limits.prefill_chunk_tokens)
 
-        Who is handed over meanwhile has its first token at once, and waits for the rest of the step
-        that runs and for one of its own: then a step has half the time.
-        """
-        most = self.state.limits.local_prefill_chunk_tokens
+    def _chunk(self, rows: list[Row], prompts: list[Sequence], now: float) -> int:
+        """Return how many tokens of local ``prompts`` go into a step with ``rows``; 0: they wait
+        for these."""
         joining = any(seq.stage is Stage.REMOTE for seq in self.state.sequences.values())
         if self.slo is None or not (rows or joining):
-            return most
-        curve, unit = self.state.figures.steps.curve(), self.state.block_size
+            return self.chunk_tokens
+        first, unit, curve = prompts[0], self.state.block_size, self.state.figures.steps.curve()
         count, context = len(rows), sum(row.start for row in rows)
         calm_s = curve.seconds(count, context) if rows else 0.0
-        limit_s = self.slo.step_s(calm_s) / (1 + joining)
-        return curve.chunk_within(limit_s, begin, most=most, unit=unit, rows=count, context=context)
+        chunk = curve.chunk_within(
+            self.slo.step_s(calm_s),
+            first.computed,
+            most=self.chunk_tokens,
+            unit=unit,
+            rows=count,
+            context=context,
+        )
+        if chunk > unit or not rows or first.output or self.slo.broken(calm_s):
+            return chunk
+        least = min(unit, first.length - first.computed)
+        step_s = curve.seconds(count + least, context + pairs_of(first.computed, least))
+        if step_s <= self.slo.itl_s or curve.tokens[-1] < count + least:
+            return chunk
+        # As steps have shown nothing is short enough. It began when nothing ran, or nobody else
+        # could take it.
+        for seq in prompts:
+            seq.paused_since = now if seq.paused_since is None else seq.paused_since
+        assert first.paused_since is not None
+        return 0 if now - first.paused_since < PAUSE_SHARE * self.slo.ttft_s else chunk
 
     def _stands(self, row: Row) -> bool:
         seq = self.state.sequences.get(row.request_id)

@@ -79,6 +79,8 @@ class Sequence:
     """When its prompt was complete here, for the first time."""
     joined_at: float | None = None
     """When its hand-over was complete, until it has had a step."""
+    paused_since: float | None = None
+    """When its prompt first waited for streams that it would have disturbed."""
     finished_at: float = 0.0
     sent_first: bool = False
     offered: bool = False

@@ -220,11 +220,11 @@ class Attempts:
         self.state.queue.push(entry, front=front)
 
     def place_waiting(self, now: float) -> None:
-        """Place from the head; a few may pass one that waits for memory, never for ever."""
+        """Place who comes first; a few may pass one that waits for memory, never for ever."""
         head: Entry | None = None
         waiting = 0
         again = self.state.placement.new_pass(now)
-        for entry in self.state.queue:
+        for entry in self.state.placement.in_order(self.state.queue, now):
             if entry.not_before > now:
                 continue
             if entry.unmeasured and not self.state.starting(now) and self._measure(entry, now):

@@ -19,7 +19,7 @@ from baton.router.workers import WorkerView
 
 #: Estimates kept of each decision: the way that was taken and the next best ones.
 KEPT = 4
-#: A request is held back for running streams until so much of ``queue_deadline_ms`` is over.
+#: A request is held back for others until so much of ``queue_deadline_ms`` is over.
 HELD_SHARE = 0.5
 
 
@@ -42,6 +42,25 @@ class Choice:
         curves = [view.status.curve for view in workers if view.status.curve.tokens]
         self.donor = max(curves, key=lambda curve: curve.tokens[-1], default=StepCurve())
         return bool(curves)
+
+    def help_of(self, view: WorkerView) -> tuple[int, float]:
+        """Return how many tokens of prompts a decode worker puts into a step, and how long that
+        takes in s; 0 s: nothing is known, or its streams do not bear it."""
+        curve, status = self.curve(view), view.status
+        chunk = self.estimator.local_chunk(view, curve, 0)
+        rows, context = status.running, status.context_tokens
+        seconds, calm_s = curve.seconds(rows + chunk, context), curve.seconds(rows, context)
+        if rows and not self.slo.keeps(seconds) and not self.slo.broken(calm_s):
+            return 1, 0.0
+        return chunk, seconds
+
+    def prompt_s(self, tokens: int) -> float:
+        """Return how long a prompt takes at the least, if a worker does nothing else."""
+        return self.donor.prompt_seconds(0, max(1, tokens), self.limits.prefill_chunk_tokens)
+
+    def overdue(self, waited_s: float) -> bool:
+        """Return whether a request has waited for others as long as one has to."""
+        return waited_s * 1000 >= HELD_SHARE * self.limits.queue_deadline_ms
 
     def new_pass(self) -> None:
         """The queue is gone through from its head: nobody waits before the first."""
@@ -70,8 +89,7 @@ class Choice:
         ways = [estimate for _, _, estimate in found]
         best = ways[0]
         waited_s = decodes[0][1].waited_s
-        held = waited_s * 1000 < HELD_SHARE * self.limits.queue_deadline_ms
-        if not held:
+        if self.overdue(waited_s):
             ready = [way for way in ways if way.ready]
             if not ready:
                 return None

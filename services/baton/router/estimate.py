@@ -17,6 +17,9 @@ from baton.router.workers import WorkerView
 
 #: A second by which running streams are delayed within their SLO, against one of waiting.
 DELAY_WEIGHT = 0.25
+#: Prompts of so much time may wait at a worker: it never runs dry, and what waits at the router
+#: instead may still go another way.
+AHEAD_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +148,13 @@ class Estimator:
         """Decode computes the prompt, in chunks beside its streams; ``ahead`` prompts of a chunk's
         length may wait there."""
         status = view.status
-        rows, context, unit = status.running, status.context_tokens, max(1, status.block_size)
-        most = max(unit, status.chunk_tokens)
-        chunk, middle = most, (need.cached + need.tokens) // 2
+        rows, context = status.running, status.context_tokens
+        middle = (need.cached + need.tokens) // 2
         calm = curve.seconds(rows, context) if rows else 0.0
-        if rows or view.joining:
-            # As decode will: who joins waits for the rest of a step and for one of its own.
-            limit_s = self.slo.step_s(calm) / (1 + (view.joining > 0))
-            chunk = curve.chunk_within(
-                limit_s, middle, most=most, unit=unit, rows=rows, context=context
-            )
+        chunk = self.local_chunk(view, curve, middle)
         queued = status.queued_tokens + view.placed_tokens
-        raw = calm / 2 + curve.prompt_seconds(0, queued, chunk, rows, context)
+        queued_s = curve.prompt_seconds(0, queued, chunk, rows, context)
+        raw = calm / 2 + queued_s
         raw += curve.prompt_seconds(need.cached, need.tokens, chunk, rows, context)
         once = min(chunk, need.rest)
         step = curve.seconds(rows + once, context + pairs_of(middle, once))
@@ -169,8 +167,18 @@ class Estimator:
             raw_s=raw,
             step_s=step,
             delay_s=rows * max(0.0, step - calm) * steps,
-            ready=queued == 0 or queued < ahead * most,
+            ready=queued == 0 or (queued_s < AHEAD_S and queued < ahead * status.chunk_tokens),
         )
+
+    def local_chunk(self, view: WorkerView, curve: StepCurve, begin: int) -> int:
+        """Return how many tokens of a prompt, from ``begin`` on, decode will put into a step."""
+        status = view.status
+        rows, context, unit = status.running, status.context_tokens, max(1, status.block_size)
+        most = max(unit, status.chunk_tokens)
+        if not rows and not view.joining:
+            return most
+        limit_s = self.slo.step_s(curve.seconds(rows, context) if rows else 0.0)
+        return curve.chunk_within(limit_s, begin, most=most, unit=unit, rows=rows, context=context)
 
     def remote(
         self,
@@ -190,8 +198,8 @@ class Estimator:
         jobs = status.waiting + prefill.placed
         queued = status.queued_tokens + prefill.placed_tokens + promised
         each = queued // max(1, jobs)
-        raw = max(1, jobs) * prefill_curve.prompt_seconds(0, each, chunk)
-        raw += prefill_curve.prompt_seconds(need.cached, need.tokens, chunk)
+        queued_s = max(1, jobs) * prefill_curve.prompt_seconds(0, each, chunk)
+        raw = queued_s + prefill_curve.prompt_seconds(need.cached, need.tokens, chunk)
         raw += view.status.handover_us * 1e-6
         rows, context = view.status.running, view.status.context_tokens
         return self._estimate(
@@ -202,7 +210,7 @@ class Estimator:
             raw_s=raw,
             step_s=curve.seconds(rows + 1, context + need.tokens),
             delay_s=0.0,
-            ready=jobs < ahead,
+            ready=jobs < ahead and (jobs < 2 or queued_s < AHEAD_S),
         )
 
     def learn(self, kind: str, raw_s: float, actual_s: float) -> None:
@@ -227,8 +235,8 @@ class Estimator:
         rows, context = status.running, status.context_tokens
         calm = curve.seconds(rows, context) if rows else 0.0
         stalled = 0
-        if prefill is None and calm <= slo.itl_s:
-            stalled = rows * (slo.itl_s < step_s) + view.joining * (slo.itl_s < 2 * step_s)
+        if prefill is None and not slo.broken(calm) and not slo.keeps(step_s):
+            stalled = rows + view.joining
         # What is on its way there will be a row as well.
         held = rows + status.waiting + view.placed
         before = curve.seconds(held, context) if held else 0.0

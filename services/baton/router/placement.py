@@ -8,7 +8,7 @@ word is decode's own reservation; a wrong guess here costs a round trip, never c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -137,27 +137,60 @@ class Placement:
             self.choice.new_pass()
         return True
 
+    def in_order(self, waiting: Iterable[Entry], now: float) -> list[Entry]:
+        """Return who waits in the order in which places are given: as they came. With an SLO
+        whoever cannot have its first token in time any more lets those pass that can, for a
+        bounded time; who has had a place does not."""
+        entries = list(waiting)
+        choice = self.choice
+        if choice is None or len(entries) < 2:
+            return entries
+        soonest_s = min((busy_s for busy_s, _ in self._queues()), default=0.0)
+
+        def lets_pass(entry: Entry) -> bool:
+            waited_s = now - entry.arrived
+            if entry.begun or choice.overdue(waited_s):
+                return False
+            left_s = choice.slo.ttft_s - waited_s - soonest_s
+            if left_s >= choice.prompt_s(entry.tokens):
+                return False
+            cached = max((self._cached(view, entry) for view in self.of(Role.DECODE)), default=0)
+            return left_s < choice.prompt_s(entry.tokens - cached)
+
+        return sorted(entries, key=lets_pass)
+
     def drain_s(self, tokens: int) -> float:
         """Return how long ``tokens`` tokens of prompts that wait here take, after those that
-        wait at prefill, or at decode where there is no prefill; 0 where no speed is known. They go
-        to whoever is done first: a worker with a long queue delays nobody else's."""
-        views = self._accepting(Role.PREFILL) or self._accepting(Role.DECODE)
-        queues = []
-        for view in views:
-            chunk = max(1, view.status.chunk_tokens)
-            seconds = view.status.curve.seconds(chunk)
-            if seconds > 0:
-                speed = chunk / seconds
-                queued = view.status.queued_tokens + view.placed_tokens
-                queues.append((queued / speed, speed))
+        wait at workers; 0 where no speed is known. They go to whoever is done first: a worker with
+        a long queue delays nobody else's."""
         work, speed, done_s = float(tokens), 0.0, 0.0
-        for busy_s, each in sorted(queues):
+        for busy_s, each in sorted(self._queues()):
             if speed and done_s <= busy_s:
                 break
             work += busy_s * each
             speed += each
             done_s = work / speed
         return done_s
+
+    def _queues(self) -> list[tuple[float, float]]:
+        """Return, for each worker that computes prompts, how many seconds of them it has and how
+        many tokens a second it makes; none where no speed is known."""
+        prefills, choice = self._accepting(Role.PREFILL), self.choice
+        computing = prefills or self._accepting(Role.DECODE)
+        speeds = [(view, max(1, view.status.chunk_tokens), view.status.curve) for view in computing]
+        found = [(view, chunk, curve.seconds(chunk)) for view, chunk, curve in speeds]
+        if prefills and choice is not None:
+            # Decode helps as far as its streams bear it.
+            found += [
+                (view, *choice.help_of(view))
+                for view in self._accepting(Role.DECODE)
+                if view.status.mixed
+            ]
+        return [
+            ((view.status.queued_tokens + view.placed_tokens) * seconds / chunk, chunk / seconds)
+            for view, chunk, seconds in found
+            if seconds > 0
+        ]
 
     def missing(self, *, split: bool) -> tuple[Reason, str] | None:
         """Return what a request would lack, whatever the load; ``split`` wants a prefill too."""
@@ -301,14 +334,21 @@ class Placement:
 
     def _found(self, view: WorkerView, entry: Entry) -> Found:
         """Return what ``view`` has of the prompt, and will have."""
-        size = self.naming.block_size
-        names = entry.name(self.naming.root, size, self.limits.prefix_lookup_blocks_max)
-        cached = hoped = self.prefixes.leading(view.peer, names) * size
+        size, names = self.naming.block_size, self._names(entry)
+        cached = hoped = self._cached(view, entry)
         for other in view.sent.values():
             more = common(names, other.names) * size - cached
             weight = 1.0 if other.prefill is None else COMING_WEIGHT
             hoped = max(hoped, cached + int(weight * more))
         return Found(cached, hoped)
+
+    def _cached(self, view: WorkerView, entry: Entry) -> int:
+        """Return how many leading tokens of ``entry`` a decode worker has."""
+        return self.prefixes.leading(view.peer, self._names(entry)) * self.naming.block_size
+
+    def _names(self, entry: Entry) -> tuple[int, ...]:
+        most = self.limits.prefix_lookup_blocks_max
+        return entry.name(self.naming.root, self.naming.block_size, most)
 
     def _why(self, entry: Entry, view: WorkerView, found: Found, choices: int) -> str:
         cost = self.spread.cost(entry, view, found)

@@ -134,7 +134,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     growth_tokens: int = 64
     """Tokens beyond the prompt for which blocks must be free when a request is taken in."""
     local_prefill_chunk_tokens: int = 128
-    """Most prompt tokens a decode worker computes between two decode steps."""
+    """Most prompt tokens a decode worker computes between two decode steps; in adaptive mode
+    ``prefill_chunk_tokens`` if that is more, since there the SLO keeps them short."""
     hit_rest_tokens: int = 32
     """A prompt of which decode has all but so few tokens cached is finished by decode itself: that
     is less than a hand-over."""

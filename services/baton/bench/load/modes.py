@@ -343,7 +343,7 @@ def adaptive_ways(slos: Iterable[Slo]) -> list[Way]:
             {
                 "BATON_CLUSTER_MODE": ADAPTIVE,
                 "BATON_SLO_TTFT_MS": str(round(slo.ttft_ms)),
-                "BATON_SLO_ITL_MS": str(max(1, round(slo.gap_ms))),
+                "BATON_SLO_ITL_MS": str(max(1, int(slo.gap_ms))),
             },
             slo,
         )
