@@ -173,6 +173,20 @@ def test_small_requests_pass_a_big_one_a_bounded_number_of_times() -> None:
     play.ready(D, call(PlaceRequest, request_id="big"), call(PlaceRequest, request_id="s2"))
 
 
+def test_a_new_request_waits_here_for_a_row_in_decodes_steps() -> None:
+    """There it would have its first token, and the second one when somebody else is over. One whose
+    attempt was lost does not: its client waits in the middle of the answer."""
+    play = Router(workers=(D,), batch_sequences_max=2, blocks=1_000)
+    play.ready(D, running=1, blocks=1_000)
+    play.place(spec("r", tokens=1), prefill=None)
+    play.admit(spec("b", tokens=1))
+    play.failed(D, Reason.DECODE_ERROR, *cancels(D), FENCE)
+    play.ready(D, running=2, blocks=1_000)
+    play.wait(0.5)
+    play.retried(call(PlaceRequest, request_id="r", epoch=2))
+    play.ready(D, call(PlaceRequest, request_id="b"), running=0, blocks=1_000)
+
+
 def test_prompts_wait_here_rather_than_at_prefill() -> None:
     """(62) A prefill worker gets a few at a time; the others cost nothing when cancelled."""
     play = Router(prefill_ahead_max=1)

@@ -320,8 +320,11 @@ class Placement:
     def _fits(self, view: WorkerView, entry: Entry) -> bool:
         status = view.status
         whole = entry.tokens + max(0, entry.remaining)
-        there = held(view)
-        if there >= self.limits.reservations_max or view.capacity_tokens < whole:
+        there, most = held(view), self.limits.reservations_max
+        if not entry.begun:
+            # Without a row in a step its first token would be followed by a wait for others' last.
+            most = min(most, self.limits.batch_sequences_max)
+        if there >= most or view.capacity_tokens < whole:
             return False
         growth = 0
         if there:

@@ -128,7 +128,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # decode
     batch_sequences_max: int = 32
-    """Most sequences in one decode step; the others wait for a place."""
+    """Most sequences in one decode step; others wait at the router until there is a place."""
     reservations_max: int = 64
     """More sequences held by one decode worker are refused as ``queue_full``."""
     growth_tokens: int = 64
