@@ -139,13 +139,21 @@ def test_another_clusters_port_is_named_with_its_user(shared_cluster: OpsCluster
         assert second.left_behind() == []
 
 
-def test_two_clusters_live_side_by_side(shared_cluster: OpsCluster) -> None:
-    """A second cluster of the same user serves, and its end harms nobody."""
+def test_two_clusters_live_side_by_side_and_one_that_is_down_leaves_nothing(
+    shared_cluster: OpsCluster,
+) -> None:
+    """A second cluster of the same user serves, and its end harms nobody: its processes, sockets,
+    shared memory and the ledger's data are gone; logs stay. Nobody had to wait for supervisor."""
     with ops_cluster() as second:
         second.up()
         second.ask()
-        assert second.down().returncode == 0
+        done = second.down()
+        assert done.returncode == 0, done.stderr
         assert second.left_behind() == []
+        logs = second.run_dir / "logs"
+        assert (logs / "decode-0.log").stat().st_size > 0
+        assert "to die" not in (logs / "supervisord.log").read_text(), "it had something to stop"
+        assert second.down().returncode == 0
     shared_cluster.ask()
 
 
@@ -162,18 +170,6 @@ def test_a_killed_process_comes_back_by_itself(shared_cluster: OpsCluster, name:
 
     wait_until(back, 30.0, f"{name} serves again{shared_cluster.logs()}")
     assert "tokens" in shared_cluster.ask()
-
-
-def test_down_leaves_nothing_behind() -> None:
-    """Processes, sockets, shared memory and the ledger's data are gone; logs stay."""
-    with ops_cluster() as cluster:
-        cluster.up()
-        cluster.ask()
-        done = cluster.down()
-        assert done.returncode == 0, done.stderr
-        assert cluster.left_behind() == []
-        assert (cluster.run_dir / "logs" / "decode-0.log").stat().st_size > 0
-        assert cluster.down().returncode == 0
 
 
 def test_everything_ends_with_a_killed_supervisor_and_the_next_start_reclaims() -> None:

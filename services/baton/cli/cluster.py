@@ -316,11 +316,13 @@ class Cluster:
     def _stop_in_order(self, found: ClusterRecord, patience: Patience) -> None:
         asked = Supervisor(self.run_dir)
         # Nobody is to start again what ends now; then gateways (they drain), then all but the
-        # ledger, which notes the others' end.
+        # ledger, which notes the others' end. It is stopped from here as well: supervisor, told to
+        # end, sleeps up to a second for each group that it looks at before.
         groups: tuple[Callable[[str], bool], ...] = (
             lambda name: name == supervisor.RESTARTER,
             lambda name: name.startswith(f"{Role.GATEWAY.value}-"),
             lambda name: name != supervisor.LEDGER,
+            lambda name: True,
         )
         # A supervisor that ends (or was killed) in the middle answers no more: then wait for it.
         with contextlib.suppress(OSError):
