@@ -1,13 +1,14 @@
-"""Runs the tests: two pytest processes side by side, because half of the tests mostly wait.
+"""Runs the tests: three pytest processes side by side, because many tests mostly wait.
 
     python scripts/prove.py [pytest's arguments]
 
-Tests that start clusters wait for processes, timers and signals; the others compute. Run one after
-the other they take the sum of both. The computing ones go at a lower priority, so that no test
-with a clock in it starves; what they say is printed when both have ended. With a path or `-k`
-among the arguments it is one pytest as usual.
+Tests that start clusters wait for processes, timers and signals; the others compute, and those of
+the simulation on a clock of their own. Run one after the other they take the sum of all. Whose
+clock is the machine's goes first: the computing ones at a lower priority, so that no test with a
+clock in it starves, and the simulation with what is left over. What these two say is printed when
+all have ended. With a path or `-k` among the arguments it is one pytest as usual.
 
-The exit code is 0 only if both were. A SIGTERM or Ctrl-C ends both in order, clusters and all: then
+The exit code is 0 only if all were. A SIGTERM or Ctrl-C ends all in order, clusters and all: then
 it is 143 or 130.
 """
 
@@ -20,25 +21,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 WAITING = ("tests/integration", "tests/e2e")
+SIMULATED = ("tests/sim",)
 #: Everything else: a new folder of tests is run without being named here.
 COMPUTING = tuple(
     sorted(
         {str(path.parent.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
-        - set(WAITING)
+        - {*WAITING, *SIMULATED}
     )
 )
-#: Enough to let the others go first, not so much that a computing test with a timeout starves.
-NICE = 5
+#: How much each lets others go first, and its folders. 5 is not so much that a computing test with
+#: a timeout starves; a simulation has none.
+PARTS = ((0, WAITING), (5, COMPUTING), (15, SIMULATED))
 
 
-class Both:
-    """The two, and the signal that ends them.
+class Parts:
+    """The processes, and the signal that ends them.
 
     They hear signals from here alone, each once: in this process group a Ctrl-C, or `timeout`,
     would reach them as well, and the second one would break off the ending of their clusters.
@@ -84,14 +88,16 @@ def main(arguments: list[str]) -> int:
     paths = [ROOT / each.split("::")[0] for each in arguments if not each.startswith("-")]
     if any(each.startswith("-k") for each in arguments) or any(path.exists() for path in paths):
         os.execv(sys.executable, pytest)
-    began, both = time.monotonic(), Both()
-    with tempfile.TemporaryFile("w+") as said:
-        commands = ([*pytest, *WAITING], ["nice", "-n", str(NICE), *pytest, *COMPUTING])
-        code = both.run(commands, (None, said))
-        said.seek(0)
-        sys.stdout.write(said.read())
-    print(f"both took {time.monotonic() - began:.0f} s")
-    return 128 + both.ended_by if both.ended_by else code
+    began, parts = time.monotonic(), Parts()
+    with ExitStack() as files:
+        said = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in PARTS[1:]]
+        commands = [["nice", "-n", str(nice), *pytest, *folders] for nice, folders in PARTS]
+        code = parts.run(commands, (None, *said))
+        for file in said:
+            file.seek(0)
+            sys.stdout.write(file.read())
+    print(f"all took {time.monotonic() - began:.0f} s")
+    return 128 + parts.ended_by if parts.ended_by else code
 
 
 if __name__ == "__main__":

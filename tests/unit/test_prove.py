@@ -38,7 +38,7 @@ def test_serves(cluster):
     [(signal.SIGTERM, False), (signal.SIGINT, True)],
     ids=["terminated", "ctrl-c"],
 )
-def test_a_signal_ends_both_and_their_clusters(
+def test_a_signal_ends_all_and_their_clusters(
     tmp_path: Path, number: signal.Signals, group: bool
 ) -> None:
     """Each child hears it once, whoever else in the group does: nothing is left, and the exit code
@@ -47,25 +47,26 @@ def test_a_signal_ends_both_and_their_clusters(
     os.mkfifo(pipe)
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/prove.py", tmp_path / "scripts")
-    for folder in ("integration", "e2e", "unit"):
+    for folder in ("integration", "e2e", "unit", "sim"):
         (tmp_path / "tests" / folder).mkdir(parents=True)
     shutil.copy(ROOT / "tests/conftest.py", tmp_path / "tests")
-    for folder in ("integration", "unit"):
+    for folder in ("integration", "unit", "sim"):
         text = WITH_CLUSTER.format(pipe=str(pipe))
         (tmp_path / "tests" / folder / f"test_{folder}.py").write_text(text)
     command = [sys.executable, str(tmp_path / "scripts/prove.py"), "-p", "no:cacheprovider"]
-    # Opened for both, so that it does not wait for a writer; what is read ends with the last one.
+    # Opened for reading as well, so that it does not wait for a writer; what is read ends with the
+    # last one.
     own = os.open(pipe, os.O_RDWR)
     with (
         open(pipe, "rb", buffering=0) as heard,
         subprocess.Popen(command, stdout=subprocess.DEVNULL, process_group=0) as running,
     ):
         said = b""
-        while said.count(b"serves") < 2:
+        while said.count(b"serves") < 3:
             said += heard.read(64)
         os.close(own)
         (os.killpg if group else os.kill)(running.pid, number)
         assert running.wait(timeout=60) == 128 + number
         while more := heard.read(64):
             said += more
-        assert said.count(b"taken down") == 2
+        assert said.count(b"taken down") == 3
