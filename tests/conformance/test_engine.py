@@ -19,6 +19,7 @@ from baton.engine.native.binding import Level
 from baton.engine.torch_engine import TorchEngine
 from baton.ports.engine import Engine, StepFailed
 from support.engine_compiled import LEVELS, attention_engine, step_engine
+from support.engine_device import device_engine, needs_gpu
 from support.engine_models import VOCAB, tiny_info, tiny_model
 from support.engine_steps import GREEDY, Arena, Sequel, by_token, ids_of
 
@@ -54,7 +55,14 @@ ENGINES: dict[str, Make] = {
     "step avx2": lambda: step_engine("llama", "float32", level=other_level()),
     "attention": lambda: attention_engine("gemma3", "float32", threads=2),
     "attention softcap": lambda: attention_engine("gemma2", "bfloat16"),
+    "device": device_engine,
+    "device bfloat16": lambda: device_engine("qwen3", "bfloat16"),
+    "device window": lambda: device_engine("gemma3", rows=64),
+    "cuda": lambda: device_engine(device="cuda", rows=128),
+    "cuda bfloat16": lambda: device_engine("qwen3", "bfloat16", device="cuda", rows=128),
+    "cuda window": lambda: device_engine("gemma3", device="cuda", rows=128),
 }
+ON_GPU = [needs_gpu, pytest.mark.gpu]
 
 
 def other_level() -> Level:
@@ -62,7 +70,11 @@ def other_level() -> Level:
     return LEVELS[min(len(LEVELS) - 1, [*(at.name for at in LEVELS), "avx2"].index("avx2"))]
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=ON_GPU) if name.startswith("cuda") else name for name in ENGINES
+    ]
+)
 def engine(request: pytest.FixtureRequest) -> Engine:
     return ENGINES[request.param]()
 

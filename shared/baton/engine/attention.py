@@ -133,7 +133,7 @@ def paged_attention(
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise ModelRefused("an attention module does not know its layer")
-    _refuse_unknown(step.layout, key, value, attention_mask, others)
+    refuse_unknown(step.layout, key, value, attention_mask, others)
     step.calls[layer] += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if step.compiled is not None:
@@ -154,7 +154,7 @@ def paged_attention(
     return out.to(query.dtype).unsqueeze(0), None
 
 
-def _refuse_unknown(
+def refuse_unknown(
     layout: KVLayout,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -47,7 +47,7 @@ def held_lock(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def load_model(model_dir: Path, dtype: str, *, keep: bool = True) -> Any:
+def load_model(model_dir: Path, dtype: str, *, keep: bool = True, attention: str = NAME) -> Any:
     """Return the model in eval mode, its parameters backed by the mapped file.
 
     Args:
@@ -55,13 +55,15 @@ def load_model(model_dir: Path, dtype: str, *, keep: bool = True) -> Any:
         dtype: ``float32`` or ``bfloat16``.
         keep: write weights of another dtype than the stored one beside it and map them, or
             (preparation's proof) convert them in this process's memory alone.
+        attention: the registered one that the modules call. Another than the reference's has its
+            own way to keep rows apart: the modules' products then stay as they are.
 
     Raises:
         ModelNotPrepared: weights are missing, truncated, or not those of the configuration.
     """
     config = AutoConfig.from_pretrained(model_dir)
     weights = _mapped(model_dir, dtype, keep)
-    model = empty_model(config, dtype)
+    model = empty_model(config, dtype, attention)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     still_empty = [name for name, value in model.named_parameters() if value.is_meta]
@@ -73,7 +75,7 @@ def load_model(model_dir: Path, dtype: str, *, keep: bool = True) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def empty_model(config: PretrainedConfig, dtype: str) -> Any:
+def empty_model(config: PretrainedConfig, dtype: str, attention: str = NAME) -> Any:
     """Return the modules with parameters on the meta device and buffers computed.
 
     Raises:
@@ -84,12 +86,12 @@ def empty_model(config: PretrainedConfig, dtype: str) -> Any:
     with init_empty_weights(include_buffers=False):
         make: Any = AutoModelForCausalLM.from_config
         try:
-            model = make(config, dtype=getattr(torch, dtype), attn_implementation=NAME)
+            model = make(config, dtype=getattr(torch, dtype), attn_implementation=attention)
         except FOREIGN_ERRORS as error:
             raise ModelRefused(
                 f"{config.model_type} takes no registered attention ({error!r})"
             ) from error
-    return row_invariant(model)
+    return row_invariant(model) if attention == NAME else model
 
 
 def row_invariant(model: Any) -> Any:
