@@ -15,16 +15,21 @@ from baton.ports.channel import ArenaGone, ArenaInUse, BlockMark, NamedBlock
 from baton.wire.messages import TicketBlock
 from support.channel_fixtures import shared_directory
 from support.channel_hosts import FakeHost, RealHost
-from support.channel_parts import CHAIN, COMPAT, LAYOUT, OWNER, WRITER, check_of, pattern
+from support.channel_parts import CHAIN, COMPAT, LAYOUT, OWNER, WRITER, pattern
+from support.device_parts import device_host
 
 FILLING = BlockMark(3, BlockState.FILLING, 7, epoch=2, writer=WRITER.incarnation)
 TICKET = (TicketBlock(logical=0, block=3, generation=7),)
 
 
-@pytest.fixture(params=["real", "simulated"])
+@pytest.fixture(params=["real", "device", "simulated"])
 def host(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "simulated":
         yield FakeHost()
+        return
+    if request.param == "device":
+        with device_host() as found:
+            yield found
         return
     with shared_directory() as directory:
         real = RealHost(directory)
@@ -104,7 +109,7 @@ def test_checksums_of_the_writer_verify_at_the_owner(host: Any) -> None:
     mapped = host.channel().map(arena.ref, WRITER)
     mapped.memory[:] = pattern(len(mapped.memory))
     checks = [
-        check_of(mapped.memory, block, logical=block, tokens=tokens)
+        host.check(mapped, block, logical=block, tokens=tokens)
         for block, tokens in ((0, 4), (5, 4), (7, 1), (2, 3))
     ]
     sums = mapped.checksums([replace(check, checksum=0) for check in checks])
@@ -117,7 +122,7 @@ def test_only_the_damaged_block_is_named(host: Any) -> None:
     """One flipped bit costs one block."""
     arena = host.create()
     arena.memory[:] = pattern(len(arena.memory))
-    checks = [check_of(arena.memory, block, logical=10 + block) for block in range(4)]
+    checks = [host.check(arena, block, logical=10 + block) for block in range(4)]
     host.flip(arena, 2, LAYOUT.block_bytes - 1)
     assert arena.verify(checks) == [12]
     host.flip(arena, 2, LAYOUT.block_bytes - 1)
@@ -144,7 +149,7 @@ def test_a_true_checksum_for_something_else_is_a_mismatch(host: Any, wrong: dict
     """The sum binds bytes to length and prefix, and so to position; nonsense never raises."""
     arena = host.create()
     arena.memory[:] = pattern(len(arena.memory))
-    check = replace(check_of(arena.memory, 0), **wrong)
+    check = replace(host.check(arena, 0), **wrong)
     assert arena.verify([check]) == [check.logical]
 
 
@@ -501,11 +506,9 @@ def test_a_block_is_copied_whole(host: Any) -> None:
     arena = host.create(blocks=8)
     arena.memory[:] = pattern(len(arena.memory))
     size = LAYOUT.block_bytes
-    target = memoryview(bytearray(size))
     source = host.sources().open(OWNER.worker_id)
-    assert source.copy(7, target)
-    assert target == arena.memory[7 * size :]
-    assert not source.copy(8, target), "behind the arena's end is nothing"
+    assert host.copied(source, 7) == bytes(arena.memory[7 * size :])
+    assert host.copied(source, 8) is None, "behind the arena's end is nothing"
     source.close()
 
 
@@ -524,9 +527,8 @@ def test_what_becomes_of_its_owner_does_not_matter_to_a_source(host: Any, fate: 
     elif fate == "replaced":
         host.die(arena, OWNER.incarnation)
         host.create(Peer(OWNER.worker_id, OWNER.incarnation + 1))
-    target = memoryview(bytearray(LAYOUT.block_bytes))
     assert source.find([NAMES[0]]) == [NamedBlock(0, 7)]
-    assert source.copy(0, target) and bytes(target) == wanted
+    assert host.copied(source, 0) == wanted
     source.close()
 
 

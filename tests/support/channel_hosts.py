@@ -7,11 +7,17 @@ from pathlib import Path
 from baton.channel.arena import SharedArena
 from baton.channel.files import reclaim_unlocked
 from baton.channel.shm import ShmArena, ShmChannel
-from baton.channel.sources import ShmSources
+from baton.channel.sources import ShmSource, ShmSources
 from baton.core.ids import Compat, Peer
+from baton.ports.channel import BlockCheck, SourceArena
 from baton.ports.engine import KVLayout
 from baton.sim.channel import SimArena, SimChannel, SimHost, SimMapped, SimSources
-from support.channel_parts import COMPAT, LAYOUT, OWNER
+from support.channel_parts import COMPAT, LAYOUT, OWNER, check_of
+
+
+def copied(source: SourceArena, block: int) -> bytes | None:
+    target = memoryview(bytearray(LAYOUT.block_bytes))
+    return bytes(target) if source.copy(block, target) else None
 
 
 class RealHost:
@@ -59,6 +65,14 @@ class RealHost:
     def flip(self, arena: SharedArena, block: int, byte: int) -> None:
         arena.memory[block * LAYOUT.block_bytes + byte] ^= 1
 
+    def check(self, side: SharedArena | ShmArena, block: int, **more: int) -> BlockCheck:
+        """Return the check that holds for what is in a block now."""
+        return check_of(side.memory, block, **more)
+
+    def copied(self, source: ShmSource, block: int) -> bytes | None:
+        """Return a copy of a block, ``None`` if it is not there."""
+        return copied(source, block)
+
     def close(self) -> None:
         for arena in self._open:
             arena.close(unlink=True)
@@ -99,6 +113,12 @@ class FakeHost:
 
     def flip(self, arena: SimArena, block: int, byte: int) -> None:
         self._host.flip(arena.ref, block, byte)
+
+    def check(self, side: SimArena | SimMapped, block: int, **more: int) -> BlockCheck:
+        return check_of(side.memory, block, **more)
+
+    def copied(self, source: SourceArena, block: int) -> bytes | None:
+        return copied(source, block)
 
     def close(self) -> None:
         pass

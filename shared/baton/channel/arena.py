@@ -12,17 +12,20 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from baton.channel import files, huge_pages, locks, sizing
-from baton.channel.checksum import checksum_in, mismatches
+from baton.channel.checksum import checksum_in, mismatches, unmatched
 from baton.channel.files import reclaim_unlocked
 from baton.channel.layout import Header, Records, make_header
 from baton.channel.mapping import Mapping
+from baton.channel.on_device import OnDevice, OwnBlocks, Whose
 from baton.channel.takeover import NotTaken, Wanted, store_header, succeed, take_over
 from baton.core.ids import Compat, Peer
 from baton.ports.channel import ArenaInUse, ArenaTooSmall, BlockCheck, BlockMark
+from baton.ports.device import DeviceFull
 from baton.ports.engine import KVLayout
 from baton.wire.messages import ArenaRef
 
@@ -44,9 +47,17 @@ class SharedArena:
     """
 
     def __init__(
-        self, fd: int, path: Path, header: Header, note: str, former: Peer | None = None
+        self,
+        fd: int,
+        path: Path,
+        header: Header,
+        note: str,
+        *,
+        former: Peer | None = None,
+        own: OwnBlocks | None = None,
     ) -> None:
-        """Map an allocated file in which this incarnation's byte is locked."""
+        """Map an allocated file in which this incarnation's byte is locked; ``own``: its blocks,
+        if they are on a device."""
         info = os.fstat(fd)
         locks.hold_across_fork(info.st_dev, info.st_ino)
         self._fd = fd
@@ -58,8 +69,12 @@ class SharedArena:
         self._map = Mapping(fd, 0, header.file_bytes, writable=True)
         records = slice(header.records_offset, header.journal_offset)
         self._records = Records(self._map.view[records], header.blocks_total)
-        blocks_end = header.blocks_offset + header.blocks_total * header.block_bytes
-        self._memory = self._map.view[header.blocks_offset : blocks_end]
+        self._own = own
+        self._memory: Any = (
+            self._map.view[header.blocks_offset :][: header.blocks_total * header.block_bytes]
+            if own is None
+            else own.blocks.memory
+        )
         #: Incarnations whose lock was seen, and those among them whose lock was then seen gone.
         self._seen: set[int] = set()
         self._dead: set[int] = set()
@@ -89,33 +104,45 @@ class SharedArena:
         blocks: int = 0,
         size_mb: int = 0,
         tries_max: int = 2,
+        place: OnDevice | None = None,
     ) -> SharedArena:
         """Take over the arena that a dead incarnation of ``owner`` left, or :meth:`create` one.
 
         The size is ``blocks``, or ``size_mb``, or (both 0) that of what is there. Takes some tenths
         of a second per GiB. One that does not fit, or that ``tries_max`` owners have begun to take
-        over and not completed, is replaced, and the log says why.
+        over and not completed, is replaced, and the log says why. ``place``: where its blocks are,
+        if the layout says that they are on a device.
 
         Raises:
-            ArenaTooSmall: as :meth:`create`.
+            ArenaTooSmall, NotKept: as :meth:`create`.
             ArenaInUse: as :meth:`create`; or there is no room beside what was not taken over, which
                 writers still map.
         """
         path = files.arena_path(Path(directory), cluster, owner.worker_id)
         asked = sizing.blocks_asked(layout, blocks=blocks, size_mb=size_mb)
         refused = ""
+        former = _Former(place, path, owner)
         try:
-            taken = take_over(path, Wanted(cluster, owner, layout, compat, asked, tries_max))
+            taken = take_over(
+                path, Wanted(cluster, owner, layout, compat, asked, tries_max, former.lost)
+            )
         except FileNotFoundError:
             pass
         except NotTaken as reason:
             refused = str(reason)
             log.warning("arena_not_taken_over", path=str(path), reason=refused)
         else:
-            return cls._of(*taken, path)
+            return cls._of(*taken, path, former.own)
         try:
             return cls.create(
-                directory, cluster, owner, layout, compat, blocks=blocks, size_mb=size_mb
+                directory,
+                cluster,
+                owner,
+                layout,
+                compat,
+                blocks=blocks,
+                size_mb=size_mb,
+                place=place,
             )
         except ArenaTooSmall as error:
             if refused:
@@ -123,9 +150,12 @@ class SharedArena:
             raise
 
     @classmethod
-    def _of(cls, fd: int, header: Header, former: Peer, path: Path) -> SharedArena:
+    def _of(
+        cls, fd: int, header: Header, former: Peer, path: Path, own: OwnBlocks | None
+    ) -> SharedArena:
+        note = f"{header.blocks_total} blocks taken over"
         try:
-            return cls(fd, path, header, f"{header.blocks_total} blocks taken over", former)
+            return cls(fd, path, header, note, former=former, own=own)
         except BaseException:
             os.close(fd)
             raise
@@ -141,6 +171,7 @@ class SharedArena:
         *,
         blocks: int = 0,
         size_mb: int = 0,
+        place: OnDevice | None = None,
     ) -> SharedArena:
         """Create, allocate and name the arena of ``owner``; replace one whose owner is dead.
 
@@ -150,14 +181,21 @@ class SharedArena:
         Raises:
             ArenaTooSmall: the size does not fit; the text holds both sizes.
             ArenaInUse: another live incarnation owns this worker's arena.
+            NotKept: there is no keeper for blocks on a device.
         """
+        assert (place is None) == (layout.place == "host")
         assert owner.incarnation > 0, "incarnation 0 means nobody"
         directory = Path(directory)
         path = files.arena_path(directory, cluster, owner.worker_id)
         if files.remove_unowned(path):
             log.info("arena_reclaimed", path=str(path))
         room = sizing.room_in(directory)
-        size = sizing.choose_size(layout, room, blocks=blocks, size_mb=size_mb)
+        if place is None:
+            size = sizing.choose_size(layout, room, blocks=blocks, size_mb=size_mb)
+        else:
+            place.forget(path.name)  # what was there before makes room first
+            free = place.device.free_bytes()
+            size = sizing.choose_device_size(layout, free, blocks=blocks, size_mb=size_mb)
         header = make_header(
             cluster=cluster,
             owner=owner,
@@ -170,7 +208,7 @@ class SharedArena:
         fd = _open_unnamed(directory)
         try:
             _allocate(fd, header, room, size.note)
-            arena = cls(fd, path, header, size.note)
+            arena = cls(fd, path, header, size.note, own=_made(place, path, header))
         except BaseException:
             os.close(fd)
             raise
@@ -188,8 +226,13 @@ class SharedArena:
             store_header(self._fd, self._header)
 
     @property
-    def memory(self) -> memoryview:
+    def memory(self) -> Any:
         return self._memory
+
+    def offer(self) -> None:
+        """Give a keeper that may have lost it the blocks' memory again; nothing on the host."""
+        if self._own is not None:
+            self._own.offer()
 
     def mark(self, marks: Sequence[BlockMark]) -> None:
         for mark in marks:
@@ -200,15 +243,20 @@ class SharedArena:
         return self._records.load(block)
 
     def verify(self, checks: Sequence[BlockCheck]) -> list[int]:
-        return mismatches(self._memory, self._layout, checks)
+        if self._own is None:
+            return mismatches(self._memory, self._layout, checks)
+        return unmatched(checks, self._layout, self.blocks_total, self._own.blocks.checksums)
 
     def checksums(self, checks: Sequence[BlockCheck]) -> list[int]:
+        if self._own is not None:
+            return self._own.blocks.checksums(checks)
         return [checksum_in(self._memory, self._layout, check) for check in checks]
 
     def writer_alive(self, incarnation: int) -> bool:
         """Whether that incarnation's lock is held: seen through this very descriptor.
 
-        ``False`` before it mapped the arena; once seen held and then gone, ``False`` for ever.
+        ``False`` before it mapped the arena; once seen held and then gone, ``False`` for ever. On a
+        device it lives, for all that is known, until what it launched is proved to be over.
         """
         if incarnation == self._owner.incarnation:
             return True
@@ -217,9 +265,14 @@ class SharedArena:
         alive = locks.is_locked(self._fd, incarnation)
         if alive:
             self._seen.add(incarnation)
-        elif incarnation in self._seen:
+            if self._own is not None:
+                self._own.seen(incarnation)
+            return True
+        if self._own is not None and not self._own.over(incarnation):
+            return True
+        if incarnation in self._seen:
             self._dead.add(incarnation)
-        return alive
+        return False
 
     def close(self, *, unlink: bool) -> None:
         """Give the arena up; with ``unlink`` remove its name first. Repeating it does nothing.
@@ -235,9 +288,47 @@ class SharedArena:
             os.unlink(self._path)
         del self._records, self._memory
         self.lingering = not self._map.close()
+        if self._own is not None:
+            self.lingering = not self._own.close(forget=unlink) or self.lingering
         os.close(self._fd)
         if self.lingering:
             log.warning("arena_views_open", path=str(self._path))
+
+
+class _Former:
+    """The blocks of a file that may be taken over, where they are on a device."""
+
+    def __init__(self, place: OnDevice | None, path: Path, owner: Peer) -> None:
+        self._place = place
+        self._path = path
+        self._owner = owner
+        self.own: OwnBlocks | None = None
+
+    def lost(self, header: Header) -> str:
+        """Have the blocks; return why they cannot be had, empty if they are there."""
+        if self._place is None:
+            return ""
+        layout, total = header.layout, header.blocks_total
+        try:
+            whose = Whose(self._path.name, header.file_id, self._owner.incarnation)
+            own = OwnBlocks.kept(self._place, whose, layout, total)
+        except OSError as error:
+            return f"its blocks are gone: {error}"
+        if not own.waited_over(header.owner.incarnation):
+            own.close(forget=False)
+            return f"it is not proved that what {header.owner} launched on the device is over"
+        self.own = own
+        return ""
+
+
+def _made(place: OnDevice | None, path: Path, header: Header) -> OwnBlocks | None:
+    if place is None:
+        return None
+    try:
+        whose = Whose(path.name, header.file_id, header.owner.incarnation)
+        return OwnBlocks.made(place, whose, header.layout, header.blocks_total)
+    except DeviceFull as error:
+        raise ArenaTooSmall(f"the arena does not fit the device: {error}") from error
 
 
 def _open_unnamed(directory: Path) -> int:

@@ -14,7 +14,7 @@ No interpreter lock is held while large runs are hashed, so it may run beside th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,8 @@ def _lanes(block: memoryview, layout: KVLayout, tokens: int) -> Iterator[Any]:
 
 def checksum_in(blocks: memoryview, layout: KVLayout, check: BlockCheck) -> int:
     """Return the checksum of ``check``'s block within an arena's block area."""
-    assert _plausible(blocks, layout, check), f"no such block or tokens: {check}"
+    blocks_total = len(blocks) // layout.block_bytes
+    assert plausible(check, layout, blocks_total), f"no such block or tokens: {check}"
     at = check.block * layout.block_bytes
     return block_checksum(
         blocks[at : at + layout.block_bytes],
@@ -76,22 +77,38 @@ def checksum_in(blocks: memoryview, layout: KVLayout, check: BlockCheck) -> int:
 
 
 def mismatches(blocks: memoryview, layout: KVLayout, checks: Sequence[BlockCheck]) -> list[int]:
-    """Return the logical numbers whose bytes do not match.
+    """Return the logical numbers whose bytes do not match."""
+
+    def sums(sound: Sequence[BlockCheck]) -> list[int]:
+        return [checksum_in(blocks, layout, check) for check in sound]
+
+    return unmatched(checks, layout, len(blocks) // layout.block_bytes, sums)
+
+
+def unmatched(
+    checks: Sequence[BlockCheck],
+    layout: KVLayout,
+    blocks_total: int,
+    sums: Callable[[Sequence[BlockCheck]], Sequence[int]],
+) -> list[int]:
+    """Return the logical numbers of the checks that ``sums``, of those that can be, contradicts.
 
     A check that cannot be true (more tokens than a block has, a number out of range) came from a
     peer's message, so it is a mismatch, not a bug.
     """
+    sound = [
+        number for number, check in enumerate(checks) if plausible(check, layout, blocks_total)
+    ]
+    found = dict(zip(sound, sums([checks[number] for number in sound]), strict=True))
     return [
-        check.logical
-        for check in checks
-        if not _plausible(blocks, layout, check)
-        or checksum_in(blocks, layout, check) != check.checksum
+        check.logical for number, check in enumerate(checks) if found.get(number) != check.checksum
     ]
 
 
-def _plausible(blocks: memoryview, layout: KVLayout, check: BlockCheck) -> bool:
+def plausible(check: BlockCheck, layout: KVLayout, blocks_total: int) -> bool:
+    """Whether there is such a block, with so many tokens."""
     return (
-        0 <= check.block < len(blocks) // layout.block_bytes
+        0 <= check.block < blocks_total
         and 1 <= check.tokens <= layout.block_size
         and len(check.chain) == CHAIN_BYTES
     )

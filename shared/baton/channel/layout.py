@@ -6,7 +6,8 @@
                  number, checksum, then the Header as JSON
     4096         block records, 64 bytes a block, padded to a page
     journal      the journal of running sequences (size 0: nothing writes one yet)
-    blocks       block_bytes a block, page aligned, to the end of the file
+    blocks       block_bytes a block, page aligned, to the end of the file; nothing where the blocks
+                 are on a device
 
 A block's record, in the host's byte order (an arena never leaves its host)::
 
@@ -107,7 +108,7 @@ def make_header(
     blocks_total: int,
 ) -> Header:
     """Return the header of an arena of ``blocks_total`` blocks."""
-    journal, blocks, file_bytes = offsets(blocks_total, layout.block_bytes)
+    journal, blocks, file_bytes = offsets(blocks_total, layout.file_block_bytes)
     return Header(
         cluster=cluster,
         owner=owner,
@@ -180,7 +181,7 @@ def _unpack_slot(slot: bytes) -> Header:
 
 def _check_geometry(header: Header) -> None:
     journal, blocks, file_bytes = offsets(
-        header.blocks_total, header.block_bytes, header.journal_bytes
+        header.blocks_total, header.layout.file_block_bytes, header.journal_bytes
     )
     if (
         header.blocks_total < 1

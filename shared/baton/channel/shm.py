@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import structlog
 
@@ -16,8 +17,10 @@ from baton.channel import files, locks
 from baton.channel.checksum import checksum_in
 from baton.channel.layout import PAGE, BadHeader, Header, Records
 from baton.channel.mapping import Mapping
+from baton.channel.on_device import OnDevice
 from baton.core.ids import Compat, Peer
 from baton.ports.channel import ArenaGone, BlockCheck, BlockMark
+from baton.ports.device import DeviceBlocks
 from baton.ports.engine import KVLayout
 from baton.wire.messages import ArenaRef, TicketBlock
 
@@ -32,7 +35,10 @@ class ShmChannel:
     same arena again, unless it has a new owner, which concludes nothing from before.
     """
 
-    def __init__(self, layout: KVLayout, compat: Compat) -> None:
+    def __init__(self, layout: KVLayout, compat: Compat, place: OnDevice | None = None) -> None:
+        """``place``: where blocks are, if the layout says that they are on a device."""
+        assert (place is None) == (layout.place == "host")
+        self._place = place
         self._layout = layout
         self._compat = compat
         self._mapped: dict[tuple[str, int], ShmArena] = {}
@@ -68,10 +74,22 @@ class ShmChannel:
             header = self._trust(fd, ref)
             if not locks.lock(fd, me.incarnation):
                 raise ArenaGone(f"another process maps {ref.path} as {me}")
-            return ShmArena(fd, ref, me, header)
+            blocks = self._device_blocks(ref, me, header)
+            return ShmArena(fd, ref, me, header, device_blocks=blocks, place=self._place)
         except BaseException:
             os.close(fd)
             raise
+
+    def _device_blocks(self, ref: ArenaRef, me: Peer, header: Header) -> DeviceBlocks | None:
+        """Map the blocks, after this incarnation's byte was locked."""
+        if self._place is None:
+            return None
+        try:
+            return self._place.fetched(
+                ref.file_id, me.incarnation, header.layout, header.blocks_total
+            )
+        except OSError as error:
+            raise ArenaGone(f"the blocks of {ref.path} cannot be had: {error}") from error
 
     def _trust(self, fd: int, ref: ArenaRef) -> Header:
         info = os.fstat(fd)
@@ -92,8 +110,19 @@ class ShmChannel:
 class ShmArena:
     """Somebody else's arena, mapped here (``baton.ports.channel.MappedArena``)."""
 
-    def __init__(self, fd: int, ref: ArenaRef, me: Peer, header: Header) -> None:
-        """Map an open file in which ``me`` is locked. Takes ``fd`` over when it returns."""
+    def __init__(
+        self,
+        fd: int,
+        ref: ArenaRef,
+        me: Peer,
+        header: Header,
+        *,
+        device_blocks: DeviceBlocks | None = None,
+        place: OnDevice | None = None,
+    ) -> None:
+        """Map an open file in which ``me`` is locked. Takes ``fd`` over when it returns.
+        ``device_blocks`` and ``place``: where blocks are not in the file."""
+        self._place = place
         locks.hold_across_fork(ref.device, ref.inode)
         self.ref = ref
         self.blocks_total = header.blocks_total
@@ -106,15 +135,19 @@ class ShmArena:
         records_bytes = header.journal_offset - header.records_offset
         assert header.records_offset == PAGE
         self._record_map = Mapping(fd, PAGE, records_bytes, writable=False)
-        self._block_map = Mapping(
-            fd, header.blocks_offset, header.file_bytes - header.blocks_offset, writable=True
-        )
         self._records = Records(self._record_map.view, header.blocks_total)
-        self._memory = self._block_map.view[:length]
+        self._blocks: Mapping | DeviceBlocks
+        if device_blocks is None:
+            in_file = header.file_bytes - header.blocks_offset
+            mapping = self._blocks = Mapping(fd, header.blocks_offset, in_file, writable=True)
+            self._memory: Any = mapping.view[:length]
+        else:
+            self._blocks = device_blocks
+            self._memory = device_blocks.memory
         self.fd = fd
 
     @property
-    def memory(self) -> memoryview:
+    def memory(self) -> Any:
         return self._memory
 
     def may_write(self, epoch: int, blocks: Sequence[TicketBlock]) -> bool:
@@ -126,6 +159,8 @@ class ShmArena:
         return self._records.load(block)
 
     def checksums(self, checks: Sequence[BlockCheck]) -> list[int]:
+        if not isinstance(self._blocks, Mapping):
+            return self._blocks.checksums(checks)
         return [checksum_in(self._memory, self._layout, check) for check in checks]
 
     def close(self) -> None:
@@ -138,7 +173,10 @@ class ShmArena:
             return
         self.closed = True
         del self._records, self._memory
-        unmapped = [self._record_map.close(), self._block_map.close()]
+        unmapped = [self._record_map.close(), self._blocks.close()]
+        if self._place is not None and all(unmapped):
+            # Before the lock goes: whoever sees it gone asks whether this process has left.
+            self._place.left(self.ref.file_id, self._me.incarnation)
         os.close(self.fd)
         self.lingering = not all(unmapped)
         if self.lingering:

@@ -21,6 +21,9 @@ AUTO_BYTES_MAX = 1024 * MIB
 AUTO_SPACE_SHARE = 2
 #: ... and at most this share of the available memory (weights, activations, other workers).
 AUTO_MEMORY_SHARE = 4
+#: An unset size on a device takes this share of what is free: others' arenas, and what is computed
+#: in between, are there too.
+AUTO_DEVICE_SHARE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ def blocks_asked(layout: KVLayout, *, blocks: int = 0, size_mb: int = 0) -> int 
     assert not (blocks and size_mb), "one size, not two"
     if blocks:
         return blocks
+    if layout.place == "device":
+        return size_mb * MIB // layout.block_bytes if size_mb else None
     return _blocks_in(size_mb * MIB, layout) if size_mb else None
 
 
@@ -82,6 +87,29 @@ def choose_size(layout: KVLayout, room: Room, *, blocks: int = 0, size_mb: int =
     return Size(blocks_total=wanted, file_bytes=file_bytes, note=note)
 
 
+def choose_device_size(layout: KVLayout, free: int, *, blocks: int = 0, size_mb: int = 0) -> Size:
+    """Return how many blocks an arena on a device gets: ``blocks``, or ``size_mb``, or (both 0) a
+    share of the device's free memory.
+
+    Raises:
+        ArenaTooSmall: it does not fit, or not one block does; the text holds both sizes.
+    """
+    asked = blocks_asked(layout, blocks=blocks, size_mb=size_mb)
+    wanted = free // AUTO_DEVICE_SHARE // layout.block_bytes if asked is None else asked
+    origin = (
+        "asked for" if asked is not None else f"no size set: 1/{AUTO_DEVICE_SHARE} of what is free"
+    )
+    needed = max(wanted, 1) * layout.block_bytes
+    if wanted < 1 or needed > free:
+        raise ArenaTooSmall(
+            f"the arena needs {_mib(needed)} of the device ({origin}), {_mib(free)} are free: set "
+            "another [arena] size_mb, or free memory of the device"
+        )
+    tokens = wanted * layout.block_size
+    note = f"{_mib(needed)} of the device, {wanted} blocks, {tokens} tokens ({origin})"
+    return Size(wanted, _file_bytes(wanted, layout), note)
+
+
 def too_small(needed: int, room: Room, origin: str) -> ArenaTooSmall:
     """Return the error that says what was needed and what there is."""
     return ArenaTooSmall(
@@ -92,14 +120,14 @@ def too_small(needed: int, room: Room, origin: str) -> ArenaTooSmall:
 
 
 def _blocks_in(budget: int, layout: KVLayout) -> int:
-    blocks = max(budget - 3 * PAGE, 0) // (layout.block_bytes + RECORD_BYTES)
+    blocks = max(budget - 3 * PAGE, 0) // (layout.file_block_bytes + RECORD_BYTES)
     while _file_bytes(blocks + 1, layout) <= budget:
         blocks += 1
     return blocks
 
 
 def _file_bytes(blocks: int, layout: KVLayout) -> int:
-    return offsets(blocks, layout.block_bytes)[2]
+    return offsets(blocks, layout.file_block_bytes)[2]
 
 
 def _mib(count: int) -> str:

@@ -8,6 +8,7 @@ Which of its blocks are kept is the new owner's decision: it reads the records a
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class Wanted:
     tries_max: int
     """An arena that so many owners have begun to take over, and none has, is given up: what is in
     it may be what kills them."""
+    lost: Callable[[Header], str] = lambda _: ""
+    """Says why the blocks of a file cannot be had, empty if they can: they may be elsewhere."""
 
     def reason_against(self, old: Header) -> str:
         """Return why an arena with header ``old`` has to be replaced, empty if it need not."""
@@ -44,7 +47,7 @@ class Wanted:
             return f"it has {old.blocks_total} blocks, {self.blocks_total} are asked for"
         if old.tries >= self.tries_max:
             return f"{old.tries} take-overs of it were begun and not completed"
-        return ""
+        return self.lost(old)
 
 
 class NotTaken(Exception):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.core.ids import Peer
 from baton.core.lifecycles import BlockState
@@ -70,8 +70,9 @@ class OwnArena(Protocol):
     """Whose arena was taken over; ``None``: it is new."""
 
     @property
-    def memory(self) -> memoryview:
-        """All blocks, writable: ``blocks_total * layout.block_bytes``."""
+    def memory(self) -> Any:
+        """All blocks, writable: ``blocks_total * layout.block_bytes``. A memoryview; on a device
+        what ``DeviceBlocks.memory`` is."""
         ...
 
     def mark(self, marks: Sequence[BlockMark]) -> None:
@@ -99,7 +100,8 @@ class OwnArena(Protocol):
         ...
 
     def writer_alive(self, incarnation: int) -> bool:
-        """Whether the kernel still shows that incarnation's lock (ADR 0003)."""
+        """Whether the kernel still shows that incarnation's lock (ADR 0003), or, on a device, it
+        is not proved that what it launched is over (ADR 0027)."""
         ...
 
     def close(self, *, unlink: bool) -> None: ...
@@ -111,7 +113,7 @@ class MappedArena(Protocol):
     ref: ArenaRef
 
     @property
-    def memory(self) -> memoryview: ...
+    def memory(self) -> Any: ...
 
     def may_write(self, epoch: int, blocks: Sequence[TicketBlock]) -> bool:
         """Whether every block is FILLING, of that generation and epoch, and for this process."""
@@ -158,8 +160,9 @@ class SourceArena(Protocol):
         """Return where the records say that each name is now."""
         ...
 
-    def copy(self, block: int, target: memoryview) -> bool:
-        """Copy one block into ``target`` (``block_bytes``); return whether all of it was there."""
+    def copy(self, block: int, target: Any) -> bool:
+        """Copy one block into ``target`` (``block_bytes``, of memory like the source's); return
+        whether all of it was there."""
         ...
 
     def close(self) -> None: ...

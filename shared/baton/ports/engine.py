@@ -30,6 +30,8 @@ from baton.core.sampling import SamplingParams
 from baton.wire.messages import TokenLogprob
 
 TokenIds = NDArray[np.int32]
+#: What the digest says of blocks on a device: how their checksums are made.
+DEVICE_WORDS = ", on a device, sums of words 1"
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -54,6 +56,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     """``float32`` or ``bfloat16``."""
     order: str = "tokens"
     """``tokens`` or ``lanes``."""
+    place: str = "host"
+    """Of the blocks: ``host`` (in the arena's file) or ``device`` (``baton.ports.device``)."""
 
     @property
     def itemsize(self) -> int:
@@ -62,6 +66,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def block_bytes(self) -> int:
         return self.layers * 2 * self.block_size * self.token_bytes_per_axis
+
+    @property
+    def file_block_bytes(self) -> int:
+        """Bytes of a block in the arena's file."""
+        return self.block_bytes if self.place == "host" else 0
 
     @property
     def token_bytes_per_axis(self) -> int:
@@ -73,6 +82,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return (
             f"[layers={self.layers}, kv=2, tokens={self.block_size}, heads={self.heads}, "
             f"head_dim={self.head_dim}] {self.dtype} in order of {self.order}"
+            f"{DEVICE_WORDS * (self.place == 'device')}"
         )
 
 
