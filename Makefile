@@ -75,6 +75,12 @@ types: install-dev ## strict types (mypy)
 bench: install model ## measure hand-over and interference; tables go to benchmarks/
 	@exec $(VENV_PYTHON) -m baton.bench $(ARGS)
 
+.PHONY: gpu
+gpu: install-dev model ## on a machine with a GPU: its tests, then its figures (benchmarks/device.md)
+	@$(VENV_PYTHON) -m pip install -q "cuda-bindings>=12.9" "nvidia-ml-py>=12.560"
+	@$(VENV_PYTHON) -m pytest -q -m gpu tests $(ARGS)
+	@BATON_ENGINE_DEVICE=cuda exec $(VENV_PYTHON) -m baton.bench device
+
 .PHONY: ci
 ci: ## what continuous integration runs
 	@exec bash .ci/run

@@ -49,6 +49,16 @@ def test_supervisor_reads_every_program(tmp_path: Path, monkeypatch: pytest.Monk
     assert options.umask == 0o077
 
 
+def test_a_device_has_a_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts before the workers and ends after them; on the host's memory there is none."""
+    options = _parsed(tmp_path, {"BATON_ENGINE_DEVICE": "cuda"}, monkeypatch)
+    groups = sorted(options.process_group_configs, key=lambda group: group.priority)
+    names = [group.name for group in groups]
+    assert names[:3] == ["ledger", "keeper", "router-0"]
+    command = shlex.split(groups[1].process_configs[0].command)
+    assert command[-4:] == ["-m", "baton.keeper", "--config", str(tmp_path / "settings.toml")]
+
+
 def test_a_cluster_with_a_redis_of_its_own_starts_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

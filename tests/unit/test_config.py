@@ -199,6 +199,18 @@ def test_cache_dir(tmp_path: Path) -> None:
     assert cache_dir(load(None, {"BATON_MODEL_CACHE_DIR": "/m"}), {}) == Path("/m")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("KIND", "fake"), ("KERNELS", "avx2"), ("WEIGHTS", "int8")]
+)
+def test_a_device_has_one_engine(key: str, value: str) -> None:
+    """What only a CPU has is refused beside a device, by name."""
+    environ = {"BATON_ENGINE_DEVICE": "cuda"}
+    assert load(None, environ).engine.invariance == "on"
+    words = f'{key.lower()} = "{value}".*engine.device = "cuda" allows'
+    with pytest.raises(ConfigError, match=words):
+        load(None, {**environ, f"BATON_ENGINE_{key}": value})
+
+
 def test_adaptive_mode_has_prefill_processes_and_an_slo() -> None:
     """It may be told to have none; the other modes decide by no SLO."""
     environ = {"BATON_CLUSTER_MODE": "adaptive", "BATON_SLO_ITL_MS": "40"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ import torch
 from baton.engine import pack as packing
 from baton.engine.build import build_engine
 from baton.engine.info import INFO_FILE, ModelNotPrepared
-from baton.engine.kernels import TORCH, KernelChoice, KernelsMissing, choose_kernels, to_try_again
+from baton.engine.kernels import (
+    TORCH,
+    KernelChoice,
+    KernelsMissing,
+    choose_kernels,
+    device_kernels,
+    to_try_again,
+)
 from baton.engine.native import binding
 from baton.engine.pack import pack
 from baton.engine.packed import PackedSpec, find_packed, packed_path, read_spec, write_packed
@@ -374,3 +382,20 @@ def test_rows_that_would_leave_their_memory_are_refused() -> None:
         with pytest.raises(AssertionError, match=words):
             engine.step([row])
     assert bytes(arena.memory) == before
+
+
+def test_a_devices_kernels_are_named_by_all_that_their_bits_depend_on() -> None:
+    """The device's kind, how steps are cut, torch's version: two that differ share no block."""
+    on, off = (device_kernels("cuda", invariance=each) for each in ("on", "off"))
+    version = metadata.version("torch")
+    assert on.name == f"device-1-cuda-rows-128-torch-{version}"
+    assert off.name == f"device-1-cuda-free-torch-{version}"
+    assert device_kernels("memfd", invariance="on").name != on.name
+    assert (on.device, on.place, on.order, on.rows, off.rows) == (
+        "cuda",
+        "device",
+        "tokens",
+        128,
+        0,
+    )
+    assert TORCH.place == "host"

@@ -26,6 +26,8 @@ def test_auto_is_bfloat16_only_where_the_cpu_computes_it() -> None:
     assert resolve_dtype("auto", frozenset({"avx512_bf16"})) == "bfloat16"
     assert resolve_dtype("auto", frozenset({"bf16"})) == "bfloat16"
     assert resolve_dtype("bfloat16", frozenset()) == "bfloat16"
+    assert resolve_dtype("auto", frozenset(), device="cuda") == "bfloat16"
+    assert resolve_dtype("float32", frozenset(), device="cuda") == "float32"
     with pytest.raises(ValueError, match=r"'float16'.*auto, float32, bfloat16"):
         resolve_dtype("float16")
 

@@ -14,6 +14,7 @@ import orjson
 from baton.bench import (
     agreement,
     control_plane,
+    device,
     engine,
     handover,
     interference,
@@ -47,6 +48,10 @@ BENCHES: dict[str, Bench] = {
         lambda quick: control_plane.measure(requests=20 if quick else 200),
         control_plane.page,
     ),
+    "device": (
+        lambda quick: device.measure(repeats=2 if quick else 10, steps=5 if quick else 50),
+        device.page,
+    ),
     "engine": (
         lambda quick: engine.measure(
             repeats=1 if quick else 3, steps=5 if quick else 30, length=32 if quick else 512
@@ -76,8 +81,8 @@ BENCHES: dict[str, Bench] = {
     "start": (lambda quick: start.measure(repeats=2 if quick else 5), start.page),
 }
 
-#: Needs programs that are not Baton's, and minutes without other load: only when named.
-ON_DEMAND = ("agreement", "peers")
+#: Needs programs that are not Baton's, a GPU, or minutes without other load: only when named.
+ON_DEMAND = ("agreement", "device", "peers")
 
 
 def main() -> int:

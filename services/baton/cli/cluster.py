@@ -316,12 +316,13 @@ class Cluster:
     def _stop_in_order(self, found: ClusterRecord, patience: Patience) -> None:
         asked = Supervisor(self.run_dir)
         # Nobody is to start again what ends now; then gateways (they drain), then all but the
-        # ledger, which notes the others' end. It is stopped from here as well: supervisor, told to
-        # end, sleeps up to a second for each group that it looks at before.
+        # ledger, which notes the others' end, and the keeper, which is told to forget. These are
+        # stopped from here as well: supervisor, told to end, sleeps up to a second for each group
+        # that it looks at before.
         groups: tuple[Callable[[str], bool], ...] = (
             lambda name: name == supervisor.RESTARTER,
             lambda name: name.startswith(f"{Role.GATEWAY.value}-"),
-            lambda name: name != supervisor.LEDGER,
+            lambda name: name not in supervisor.SERVERS,
             lambda name: True,
         )
         # A supervisor that ends (or was killed) in the middle answers no more: then wait for it.
@@ -374,10 +375,10 @@ class Cluster:
 def worker_pid(info: Mapping[str, Any]) -> int | None:
     """Return the pid of a program's worker; ``None``: it is down, or between two incarnations.
 
-    Supervisor knows the guard (``baton.runtime.guard``); the ledger's server has none.
+    Supervisor knows the guard (``baton.runtime.guard``); ledger and keeper have none.
     """
     pid = int(info["pid"])
-    if not pid or info["name"] == supervisor.LEDGER:
+    if not pid or info["name"] in supervisor.SERVERS:
         return pid or None
     return worker_of(pid)
 

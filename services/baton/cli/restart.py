@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from baton.cli.rolling import LAST_MEANS, is_up, others_up, plan, strangers
 from baton.cli.running import Running
 from baton.cli.settings_file import differences
-from baton.cli.supervisor import LEDGER, spare
+from baton.cli.supervisor import SERVERS, spare
 from baton.cli.terminal import CommandError, ExitCode, say
 from baton.runtime.settings import Config
 
@@ -22,9 +22,9 @@ def drain(config: Config, worker: str, *, wait_s: float | None, force: bool) -> 
     """Have one process end in order and stay down."""
     found = Running(config)
     row = found.row(worker)
-    if row["role"] == LEDGER:
+    if row["role"] in SERVERS:
         raise CommandError(
-            "the ledger cannot drain: everybody needs it; `baton restart ledger` replaces it"
+            f"the {worker} cannot drain: everybody needs it; `baton restart {worker}` replaces it"
         )
     if not is_up(row):
         raise CommandError(f"{worker} does not run ({row['state']}); see `baton status`")

@@ -21,7 +21,7 @@ from baton.cli.restarts import Ended, ProcessState, RestartPolicy
 
 _STDIN = 0
 #: A host's supervisor may have other programs, whose restarts are none of our business.
-_OURS = re.compile(r"ledger|(router|prefill|decode|gateway)-[0-9]+")
+_OURS = re.compile(r"ledger|keeper|(router|prefill|decode|gateway)-[0-9]+")
 #: Without any event states are looked at this often.
 _LOOK_S = 5.0
 

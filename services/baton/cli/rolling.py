@@ -4,8 +4,8 @@ Decides purely, from the rows of `baton status`. `baton.cli.restart` carries it 
 
 Prefill comes first: it holds nothing, so if its successor does not fit the others (another model,
 other code) decode computes the prompts and no client notices. Then decode, whose successor takes
-its memory over, routers, and gateways, which end when their clients have their answers. The ledger
-comes last, when everybody else is known to be well.
+its memory over, routers, and gateways, which end when their clients have their answers. Keeper and
+ledger come last, when everybody else is known to be well.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from baton.cli.status import work
-from baton.cli.supervisor import LEDGER
+from baton.cli.supervisor import SERVERS
 from baton.core.ids import Role
 
 Row = Mapping[str, Any]
 
-ORDER = (Role.PREFILL, Role.DECODE, Role.ROUTER, Role.GATEWAY, LEDGER)
+ORDER = (Role.PREFILL, Role.DECODE, Role.ROUTER, Role.GATEWAY, *reversed(SERVERS))
 
 #: States of a process that does not run, and does not start by itself just now.
 ENDED = ("stopped", "exited", "fatal")
@@ -44,7 +44,7 @@ class Step:
 
 def is_up(row: Row) -> bool:
     """Whether the process runs and is known to the others."""
-    return row["state"] == "running" and (row["incarnation"] is not None or row["role"] == LEDGER)
+    return row["state"] == "running" and (row["incarnation"] is not None or row["role"] in SERVERS)
 
 
 def others_up(rows: Sequence[Row], worker: str) -> list[str]:
@@ -85,7 +85,7 @@ def strangers(rows: Sequence[Row]) -> list[str]:
 
 def unmet(rows: Sequence[Row]) -> list[str]:
     """Return, in words, which running processes have not met each other yet."""
-    up = [row for row in rows if is_up(row) and row["role"] != LEDGER]
+    up = [row for row in rows if is_up(row) and row["role"] not in SERVERS]
     missing = [f"{row['process']} does not answer" for row in up if not row["report"]]
     names = {f"{row['process']}/{row['incarnation']}": row["role"] for row in up}
     prefills = {name for name, role in names.items() if role == Role.PREFILL}
@@ -104,7 +104,7 @@ def unmet(rows: Sequence[Row]) -> list[str]:
 def stage(row: Row, before: object) -> str:
     """Return, in words, how far a process is on its way from its incarnation ``before``."""
     report = row["report"] or {}
-    if row["role"] == LEDGER:
+    if row["role"] in SERVERS:
         return f"is {row['state']}"
     if row["state"] in ENDED:
         return f"has ended ({row['state']})"

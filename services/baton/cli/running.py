@@ -17,7 +17,7 @@ from baton.cli.cluster import Cluster
 from baton.cli.record import ClusterRecord
 from baton.cli.rolling import ENDED, Step, is_up, stage, unmet
 from baton.cli.status import gather
-from baton.cli.supervisor import LEDGER, Supervisor, spare
+from baton.cli.supervisor import SERVERS, Supervisor, spare
 from baton.cli.terminal import CommandError, ExitCode, say, warn
 from baton.core.ids import Role
 from baton.runtime.dirs import ledger_url
@@ -129,7 +129,7 @@ class Running:
 
     def _replace(self, worker: str, wait_s: float) -> None:
         before = self._incarnation(worker)
-        if worker == LEDGER:
+        if worker in SERVERS:
             self.drain(worker, wait_s)
             self.start(worker, wait_s)
             return
@@ -174,7 +174,7 @@ class Running:
 
     def _serves(self, worker: str, before: object) -> bool:
         row = self.row(worker)
-        if worker == LEDGER:
+        if worker in SERVERS:
             return is_up(row) and self.is_well()
         renewed = is_up(row) and row["incarnation"] != before
         ready = bool((row["report"] or {}).get("ready"))

@@ -21,7 +21,7 @@ from baton.cli import leftovers, processes
 from baton.cli.record import ClusterRecord
 from baton.cli.records import LedgerPicture, read_ledger
 from baton.cli.reports import LedgerSilent, ask
-from baton.cli.supervisor import LEDGER, Supervisor
+from baton.cli.supervisor import SERVERS, Supervisor
 from baton.core.ids import Peer
 from baton.core.lifecycles import BlockState
 from baton.ports.channel import BlockMark
@@ -233,7 +233,7 @@ def _supervised(run_dir: Path, unseen: list[str]) -> tuple[dict[str, float], boo
     running = {
         str(info["name"]): float(info["now"] - info["start"])
         for info in found
-        if info["statename"] == "RUNNING" and info["name"] != LEDGER
+        if info["statename"] == "RUNNING" and info["name"] not in SERVERS
     }
     return running, True
 

@@ -19,7 +19,7 @@ from baton.cli.client import no_cluster, reach
 from baton.cli.cluster import Cluster, worker_pid
 from baton.cli.record import ClusterRecord
 from baton.cli.reports import LedgerSilent, Registered, ask, read_members
-from baton.cli.supervisor import LEDGER, Supervisor, spare
+from baton.cli.supervisor import SERVERS, Supervisor, spare
 from baton.cli.terminal import ExitCode, counted, say, table, warn
 from baton.core.ids import Role, WorkerRole
 from baton.engine.info import ModelNotPrepared, read_info
@@ -206,7 +206,7 @@ def role_of(row: Mapping[str, Any]) -> str:
 
 
 def _work_of(row: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    if row["state"] == "running" and row["lease_ms"] is None and row["role"] != LEDGER:
+    if row["state"] == "running" and row["lease_ms"] is None and row["role"] not in SERVERS:
         return "starting"  # it is up, and loads or waits for the ledger; nobody knows it yet
     if row["state"] == "stopped":
         return f"baton start {row['process']}"

@@ -30,10 +30,13 @@ from baton.runtime.settings import Config
 CONFIG_NAME = "supervisord.conf"
 SETTINGS_NAME = "settings.toml"
 LEDGER = "ledger"
+KEEPER = "keeper"
+#: Programs that have neither guard nor lease, and never drain.
+SERVERS = (LEDGER, KEEPER)
 RESTARTER = "restarter"
 #: Lower starts earlier. Everybody waits for the ledger by itself; the order only saves retries.
 PRIORITY = {Role.ROUTER: 20, Role.DECODE: 30, Role.PREFILL: 40, Role.GATEWAY: 50}
-_LEDGER_PRIORITY, _RESTARTER_PRIORITY = 10, 60
+_LEDGER_PRIORITY, _KEEPER_PRIORITY, _RESTARTER_PRIORITY = 10, 15, 60
 #: Beyond the drain: releasing the lease, closing links, unlinking the arena.
 _STOP_MARGIN_S = 5
 _FILES_MAX = 8_192
@@ -109,6 +112,8 @@ def render(config: Config) -> str:
     ]
     if not config.ledger.url:
         parts.append(_program(LEDGER, "%(ENV_SV_LEDGER)s", _LEDGER_PRIORITY, 10))
+    if config.engine.device != "cpu":
+        parts.append(_program(KEEPER, "%(ENV_SV_KEEPER)s", _KEEPER_PRIORITY, 10))
     shared = _shares_socket(config)
     for role, worker_id in worker_ids(config):
         if role is not Role.GATEWAY or not shared:
@@ -193,9 +198,12 @@ def environment(config: Config, run_dir: Path, environ: Mapping[str, str]) -> di
     sections = tuple(f"BATON_{section}_".upper() for section in config.__slots__)
     kept = {name: value for name, value in environ.items() if not name.startswith(sections)}
     kept.pop("BATON_CONFIG", None)
+    # Neither of these has a watch of its own for a supervisor that was killed.
+    guard = [sys.executable, "-m", "baton.cli.pdeath", "TERM", "0", "--"]
+    keeper = [sys.executable, "-m", "baton.keeper", "--config", str(run_dir / SETTINGS_NAME)]
+    if config.engine.device != "cpu":
+        kept["SV_KEEPER"] = shlex.join([*guard, *keeper])
     if not config.ledger.url:
-        # The server has no watch of its own for a supervisor that was killed.
-        guard = [sys.executable, "-m", "baton.cli.pdeath", "TERM", "0", "--"]
         kept["SV_LEDGER"] = shlex.join([*guard, *server_command(run_dir, run_dir / "ledger")])
     return kept | {
         "SV_PYTHON": shlex.quote(sys.executable),

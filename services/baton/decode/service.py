@@ -6,7 +6,10 @@ before anybody knows of this process.
 
 from __future__ import annotations
 
+import asyncio
+
 from baton.channel.arena import SharedArena
+from baton.channel.on_device import OnDevice
 from baton.channel.sources import ShmSources
 from baton.core.ids import WorkerRole
 from baton.core.prefix import chain_root
@@ -18,11 +21,13 @@ from baton.ports.driving import RecordStep
 from baton.runtime.engine_thread import EngineThread
 from baton.runtime.model import ServedModel
 from baton.runtime.service import Context, Service
-from baton.runtime.worker import open_step_record, preload, take_engine
+from baton.runtime.worker import blocks_place, open_step_record, preload, take_engine
 
 __all__ = ["build", "preload"]
 
 STOP_S = 1.5
+#: How long a keeper of device memory that was started anew has nothing of this worker's.
+OFFER_S = 2.0
 #: Up to this much is verified on the loop, in about half a millisecond: the way to the verifying
 #: thread and back takes as long, and it is on the way to the first token of decode.
 VERIFY_HERE_BYTES = 6 * 2**20
@@ -37,8 +42,11 @@ def build(context: Context) -> Service:
     """
     config = context.config
     engine, model = take_engine(context)
-    arena, found = _open_arena(context, model)
-    sources = ShmSources(config.arena.dir, config.cluster.name, model.layout, model.compat)
+    place = blocks_place(context, model)
+    arena, found = _open_arena(context, model, place)
+    sources = ShmSources(
+        config.arena.dir, config.cluster.name, model.layout, model.compat, place=place
+    )
     engine.attach(arena.ref.file_id, arena.memory)
     record = open_step_record(context)
     machine = DecodeMachine(
@@ -58,13 +66,24 @@ def build(context: Context) -> Service:
     checks = EngineThread(context.feed, context.crash, context.clock, name="verify")
     turns = Turns(checks.submit)
     serves = found is None
+    offers: asyncio.TimerHandle | None = None
 
     async def start() -> None:
         nonlocal serves
         serves = True
         arena.complete()
+        if place is not None:
+            offer()
+
+    def offer() -> None:
+        """The keeper may have been started anew."""
+        nonlocal offers
+        checks.submit(arena.offer)
+        offers = context.loop.call_later(OFFER_S, offer)
 
     async def stop() -> None:
+        if offers is not None:
+            offers.cancel()
         idle = await steps.stop(STOP_S) and await checks.stop(STOP_S)
         if idle:
             # A thread that hangs in native code may still store: then the mapping stays until the
@@ -123,7 +142,9 @@ def build(context: Context) -> Service:
     )
 
 
-def _open_arena(context: Context, model: ServedModel) -> tuple[SharedArena, TakenOver | None]:
+def _open_arena(
+    context: Context, model: ServedModel, place: OnDevice | None
+) -> tuple[SharedArena, TakenOver | None]:
     """Take over what a dead incarnation of this worker left, or make a new arena."""
     config, clock = context.config, context.clock
     began = clock.now()
@@ -135,6 +156,7 @@ def _open_arena(context: Context, model: ServedModel) -> tuple[SharedArena, Take
         model.compat,
         size_mb=config.arena.size_mb,
         tries_max=config.limits.takeover_tries_max,
+        place=place,
     )
     if arena.former is None:
         context.log.info("arena_created", blocks=arena.blocks_total, note=arena.size_note)

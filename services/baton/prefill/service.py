@@ -13,7 +13,7 @@ from baton.prefill.machine import PrefillMachine
 from baton.prefill.work import ChunkWorker
 from baton.runtime.engine_thread import EngineThread
 from baton.runtime.service import Context, Service
-from baton.runtime.worker import open_step_record, preload, take_engine
+from baton.runtime.worker import blocks_place, open_step_record, preload, take_engine
 
 __all__ = ["build", "preload"]
 
@@ -33,7 +33,10 @@ def build(context: Context) -> Service:
     if files.remove_unowned(former):
         context.log.info("arena_given_up", path=str(former))
     engine, model = take_engine(context)
-    channel = ShmChannel(model.layout, model.compat)
+    place = blocks_place(context, model)
+    if place is not None:
+        place.forget(former.name)
+    channel = ShmChannel(model.layout, model.compat, place)
     worker = ChunkWorker(engine, channel, context.me, context.clock)
     record = open_step_record(context)
     machine = PrefillMachine(

@@ -16,7 +16,26 @@ from baton.engine.kernels import TORCH, KernelChoice
 from baton.engine.llama_engine import LlamaEngine
 from baton.engine.native.abi import Library
 from baton.engine.stop_points import StopPoints
+from baton.ports.device import Device
 from baton.ports.engine import Engine
+
+#: What the host in a device's place is said to have.
+_HOST_BYTES = 2**29
+
+
+def build_device(device: str) -> Device:
+    """Return the device that ``engine.device`` names, for the memory of arenas.
+
+    Raises:
+        DeviceMissing: it is not there.
+    """
+    if device == "cuda":
+        from baton.engine.cuda_device import CudaDevice
+
+        return CudaDevice()
+    from baton.engine.host_device import HostDevice
+
+    return HostDevice(_HOST_BYTES)
 
 
 def build_engine(
@@ -51,9 +70,17 @@ def build_engine(
     if kind not in KERNELS:
         raise ValueError(f"engine kind {kind!r}: allowed are {', '.join(sorted(KERNELS))}")
     info = read_info(model_dir)
-    layout = layout_of(info, dtype, block_size, kernels.order)
+    layout = layout_of(info, dtype, block_size, kernels.order, place=kernels.place)
     if kind == "fake":
         return FakeEngine(info, layout, knobs, stops=stops, sleep=sleep)
+    if kernels.device:
+        from baton.engine.device_engine import DeviceEngine
+        from baton.engine.device_plan import Cutting
+
+        cutting = Cutting(kernels.rows)
+        return DeviceEngine(
+            model_dir, info, layout, device=kernels.device, kernels=kernels.name, cutting=cutting
+        )
     if kernels.native is None:
         from baton.engine.torch_engine import TorchEngine
 

@@ -21,6 +21,13 @@ INFO_FILE = "baton.json"
 #: values of two sets may differ in the last bit, and then recovery would not be exact.
 KERNELS = {"torch": "torch-tiles-2", "fake": "fake-1"}
 
+#: The kernel set for a device (ADR 27). Its name goes on with the device's kind, how steps are cut
+#: and torch's version.
+DEVICE_KERNELS = "device-1"
+#: Rows of every forward on a device, where rows must not see each other: what a current GPU
+#: multiplies in about the time in which it reads the weights.
+DEVICE_ROWS = 128
+
 DTYPES = ("float32", "bfloat16")
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -62,12 +69,15 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     return frozenset()
 
 
-def resolve_dtype(dtype: str, flags: frozenset[str] | None = None) -> str:
-    """Return ``dtype``, or for ``auto`` bfloat16 where the CPU computes it and float32 elsewhere.
+def resolve_dtype(dtype: str, flags: frozenset[str] | None = None, *, device: str = "cpu") -> str:
+    """Return ``dtype``, or for ``auto`` bfloat16 where it is computed as such (``cuda``, and CPUs
+    that can) and float32 elsewhere.
 
     Without bf16 instructions torch converts back and forth: measured on AVX2, 8-10 GFLOP/s in
     bfloat16 against 60-87 in float32.
     """
+    if dtype == "auto" and device == "cuda":
+        return "bfloat16"
     if dtype == "auto":
         known = cpu_flags() if flags is None else flags
         return "bfloat16" if known & _BF16_FLAGS else "float32"
@@ -76,7 +86,9 @@ def resolve_dtype(dtype: str, flags: frozenset[str] | None = None) -> str:
     return dtype
 
 
-def layout_of(info: ModelInfo, dtype: str, block_size: int, order: str = "tokens") -> KVLayout:
+def layout_of(
+    info: ModelInfo, dtype: str, block_size: int, order: str = "tokens", *, place: str = "host"
+) -> KVLayout:
     """Return the shape of ``info``'s KV cache."""
     return KVLayout(
         layers=info.layers,
@@ -85,6 +97,7 @@ def layout_of(info: ModelInfo, dtype: str, block_size: int, order: str = "tokens
         block_size=block_size,
         dtype=resolve_dtype(dtype),
         order=order,
+        place=place,
     )
 
 

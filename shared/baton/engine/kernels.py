@@ -8,9 +8,16 @@ or packed here: what is not there is not used, and ``KernelChoice.note`` says wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
-from baton.engine.info import KERNELS, ModelNotPrepared, cpu_flags
+from baton.engine.info import (
+    DEVICE_KERNELS,
+    DEVICE_ROWS,
+    KERNELS,
+    ModelNotPrepared,
+    cpu_flags,
+)
 from baton.engine.native import binding
 from baton.engine.packed import STEP_ARCHITECTURES, find_packed, packed_path
 from baton.ports.engine import ModelInfo
@@ -42,10 +49,36 @@ class KernelChoice:
     """Why nothing faster is used; empty: there is nothing."""
     missing: bool = False
     """Whether ``baton model prepare`` may change that."""
+    device: str = ""
+    """As torch names it, where steps and blocks are on a device; the rest is then empty."""
+    rows: int = 0
+    """Of every forward there; 0: as many as there are, which see each other."""
+
+    @property
+    def place(self) -> str:
+        """Of the blocks, see :class:`~baton.ports.engine.KVLayout`."""
+        return "device" if self.device else "host"
 
 
 TORCH = KernelChoice(KERNELS["torch"], "tokens")
 FAKE = KernelChoice(KERNELS["fake"], "tokens")
+
+
+def device_kernels(device: str, *, invariance: str) -> KernelChoice:
+    """Return the kernels of a device (ADR 27).
+
+    Args:
+        device: ``cuda``, or ``memfd`` for the host in a device's place.
+        invariance: ``on`` or ``off``.
+    """
+    rows = DEVICE_ROWS if invariance == "on" else 0
+    try:
+        version = metadata.version("torch")  # whose kernels compute
+    except metadata.PackageNotFoundError:
+        version = "none"
+    cut = f"rows-{rows}" if rows else "free"
+    name = f"{DEVICE_KERNELS}-{device}-{cut}-torch-{version}"
+    return KernelChoice(name, "tokens", device="cuda" if device == "cuda" else "cpu", rows=rows)
 
 
 def choose_kernels(

@@ -334,8 +334,24 @@ def _cross_check(config: Config) -> None:
         _contradiction(config, "cluster.run_dir", "an absolute path is expected")
     if config.gateway.uds and not Path(config.gateway.uds).is_absolute():
         _contradiction(config, "gateway.uds", "an absolute path is expected")
+    _check_device(config)
     if cluster.gateways > 1 and config.gateway.port == 0 and not config.gateway.uds:
         _contradiction(config, "gateway.port", "several gateways need a port that is not 0")
+
+
+def _check_device(config: Config) -> None:
+    """On a device there is one engine, and no compiled kernels."""
+    engine = config.engine
+    if engine.device == "cpu":
+        return
+    for key, value, allowed_value in (
+        ("kind", engine.kind, "torch"),
+        ("kernels", engine.kernels, "auto"),
+        ("weights", engine.weights, "full"),
+    ):
+        if value != allowed_value:
+            text = f'engine.device = "{engine.device}" allows "{allowed_value}" only'
+            _contradiction(config, f"engine.{key}", text)
 
 
 def _contradiction(config: Config, key: str, text: str) -> None:

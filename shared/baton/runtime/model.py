@@ -11,7 +11,7 @@ from pathlib import Path
 from baton.core.ids import Compat
 from baton.engine.fake_model import write_fake_model
 from baton.engine.info import ModelNotPrepared, compat_of, layout_of, read_info, resolve_dtype
-from baton.engine.kernels import FAKE, KernelChoice, choose_kernels
+from baton.engine.kernels import FAKE, KernelChoice, choose_kernels, device_kernels
 from baton.engine.prepared import find_prepared
 from baton.ports.engine import KVLayout, ModelInfo
 from baton.runtime.dirs import cache_dir
@@ -41,7 +41,9 @@ def served_model(config: Config, run_dir: Path) -> ServedModel:
     folder = model_folder(config, run_dir)
     info = read_info(folder)
     kernels = kernel_choice(config, folder, info, cache_dir(config))
-    layout = layout_of(info, config.model.dtype, config.arena.block_size, kernels.order)
+    dtype = resolve_dtype(config.model.dtype, device=config.engine.device)
+    size = config.arena.block_size
+    layout = layout_of(info, dtype, size, kernels.order, place=kernels.place)
     return ServedModel(
         folder=folder,
         info=info,
@@ -60,6 +62,8 @@ def kernel_choice(config: Config, folder: Path, info: ModelInfo, cache: Path) ->
     """
     if config.engine.kind == "fake":
         return FAKE
+    if config.engine.device != "cpu":
+        return device_kernels(config.engine.device, invariance=config.engine.invariance)
     return choose_kernels(
         config.engine.kernels,
         folder,

@@ -55,7 +55,8 @@ class ModelConfig(Section, frozen=True):
     path: Annotated[str, Meta(min_length=1)] = "smollm2-135m-instruct"
     """A prepared model's name, a directory, or a Hugging Face name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights, activations and KV. `auto`: bfloat16 where the CPU computes it natively."""
+    """Of weights, activations and KV. `auto`: bfloat16 on a GPU and where the CPU computes it
+    natively."""
     name: str = ""
     """Name that clients use. Empty: the model's own."""
     cache_dir: str = ""
@@ -79,6 +80,12 @@ class EngineConfig(Section, frozen=True):
     stands in benchmarks/engine.md."""
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Compute threads a worker. 0: its share of the cores."""
+    device: Literal["cpu", "cuda", "memfd"] = "cpu"
+    """Where steps and KV blocks are. `cuda`: on the host's first GPU; not yet run on one (ADR 27).
+    `memfd`: the same code on the host, for tests."""
+    invariance: Literal["on", "off"] = "on"
+    """Of a device. `on`: a token depends on nothing but what is before it, or the start is refused;
+    `off`: faster, and a request that is recovered may go on with other tokens."""
 
 
 class FakeConfig(Section, frozen=True):
@@ -102,7 +109,8 @@ class ArenaConfig(Section, frozen=True):
     dir: Annotated[str, Meta(pattern="^/")] = "/dev/shm"
     """Directory of the arena files, on a memory file system."""
     size_mb: Annotated[int, Meta(ge=0)] = 0
-    """MiB for each decode worker. 0: what fits; a size that does not fit is an error at start."""
+    """MiB for each decode worker, of the device where blocks are on one. 0: what fits; a size that
+    does not fit is an error at start."""
     block_size: Literal[8, 16, 32, 64] = 16
     """Tokens a block."""
 

@@ -6,13 +6,17 @@ mapped weights, allocations and what was looked up for the first step.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.engine.build import build_engine
+from baton.channel.keeping import KeeperLink
+from baton.channel.on_device import OnDevice
+from baton.engine.build import build_device, build_engine
 from baton.engine.fake import FakeKnobs
-from baton.engine.info import ModelNotPrepared
+from baton.engine.info import ModelNotPrepared, ModelRefused
 from baton.engine.stop_points import FileStopPoints
+from baton.ports.device import DeviceMissing
 from baton.ports.engine import Engine
 from baton.runtime.clock import BootClock
 from baton.runtime.dirs import run_dir
@@ -65,13 +69,35 @@ def take_engine(context: Context) -> tuple[Engine, ServedModel]:
     """Return the preloaded engine, computing with this process's threads, and its model.
 
     Raises:
-        StartFailed: the model is not prepared.
+        StartFailed: the model is not prepared, or cannot run on its device.
     """
     loaded: Loaded | StartFailed = context.preloaded
     if isinstance(loaded, StartFailed):
         raise loaded
-    loaded.engine.use_threads(context.placement.threads)
+    try:
+        loaded.engine.use_threads(context.placement.threads)
+    except (DeviceMissing, ModelRefused) as error:
+        raise StartFailed(str(error), permanent=True) from None
     return loaded.engine, loaded.model
+
+
+def blocks_place(context: Context, model: ServedModel) -> OnDevice | None:
+    """Return where arenas' blocks are, if not in their files.
+
+    Raises:
+        StartFailed: the device is not there.
+    """
+    if model.layout.place == "host":
+        return None
+    try:
+        device = build_device(context.config.engine.device)
+    except DeviceMissing as error:
+        raise StartFailed(str(error), permanent=True) from None
+    context.log.info("device_opened", device=device.name, free_bytes=device.free_bytes())
+    if os.getpid() not in (device.processes() or ()):
+        # Deaths on this device can never be proved (ADR 27).
+        context.log.warning("device_pids_hidden", device=device.name)
+    return OnDevice(device, KeeperLink(context.run_dir))
 
 
 def _load(config: Config, model: ServedModel, log: FilteringBoundLogger) -> Loaded:
@@ -79,7 +105,7 @@ def _load(config: Config, model: ServedModel, log: FilteringBoundLogger) -> Load
     began = clock.now()
     engine = build_engine(
         model.folder,
-        dtype=config.model.dtype,
+        dtype=model.layout.dtype,
         block_size=config.arena.block_size,
         # With one thread nothing that is computed while loading makes a pool of threads.
         threads=1,
