@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,17 @@ SETTINGS = {
     "BATON_CLUSTER_PREFILL": "2",
     "BATON_CLUSTER_DECODE": "2",
 }
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[OpsCluster]:
+    """Two of each kind, for tests that take every change back; nothing is left of it all."""
+    settings = {**SETTINGS, "BATON_FAKE_PREFILL_MS": "100", "BATON_LIMITS_DRAIN_MS": "5000"}
+    with ops_cluster(**settings) as cluster:
+        cluster.up()
+        yield cluster
+        assert cluster.down().returncode == 0
+        assert cluster.left_behind() == []
 
 
 def _roles(cluster: OpsCluster) -> dict[str, str]:
@@ -40,38 +52,34 @@ def _change(cluster: OpsCluster, worker: str, role: str) -> None:
     assert f"{worker} is {role}" in done.stdout
 
 
-def test_roles_change_under_load_and_no_client_notices() -> None:
+def test_roles_change_under_load_and_no_client_notices(pairs: OpsCluster) -> None:
     """A decode worker prefills, a prefill worker decodes, and back, under streams and short
     requests: every answer is whole and the one that it would have been, arenas are those of the
     workers that decode, guards are what they were, metrics tell the new role."""
-    with ops_cluster(**SETTINGS) as cluster:
-        cluster.up()
-        guards = {row["process"]: row["guard"] for row in cluster.status()["processes"]}
-        load = Load(cluster)
-        with load.running():
-            wait_until(lambda: len(load.answers) > 3, 20.0, "streams run")
-            _change(cluster, "decode-1", "prefill")
-            assert _arenas(cluster) == {"decode-0"}
-            assert _roles(cluster)["decode-1"] == "prefill"
-            _change(cluster, "prefill-0", "decode")
-            assert _arenas(cluster) == {"decode-0", "prefill-0"}
-            _change(cluster, "decode-0", "prefill")
-            assert _arenas(cluster) == {"prefill-0"}
-            last = cluster.baton("role", "prefill-0", "prefill")
-            assert (last.returncode, "last worker that decodes" in last.stderr) == (1, True)
-            more = len(load.answers)
-            wait_until(lambda: len(load.answers) > more + 6, 20.0, "it serves like that")
-            tokens = "baton_generation_tokens_total"
-            assert metric(cluster.port, tokens, worker="prefill-0", role="decode") > 0
-            _change(cluster, "decode-0", "decode")
-            _change(cluster, "decode-1", "decode")
-            _change(cluster, "prefill-0", "prefill")
-        assert load.wrong() == [], cluster.logs()
-        assert guards == {row["process"]: row["guard"] for row in cluster.status()["processes"]}
-        audit = cluster.baton("audit")
-        assert audit.returncode == 0, audit.stdout
-        assert cluster.down().returncode == 0
-        assert cluster.left_behind() == []
+    guards = {row["process"]: row["guard"] for row in pairs.status()["processes"]}
+    load = Load(pairs)
+    with load.running():
+        wait_until(lambda: len(load.answers) > 3, 20.0, "streams run")
+        _change(pairs, "decode-1", "prefill")
+        assert _arenas(pairs) == {"decode-0"}
+        assert _roles(pairs)["decode-1"] == "prefill"
+        _change(pairs, "prefill-0", "decode")
+        assert _arenas(pairs) == {"decode-0", "prefill-0"}
+        _change(pairs, "decode-0", "prefill")
+        assert _arenas(pairs) == {"prefill-0"}
+        last = pairs.baton("role", "prefill-0", "prefill")
+        assert (last.returncode, "last worker that decodes" in last.stderr) == (1, True)
+        more = len(load.answers)
+        wait_until(lambda: len(load.answers) > more + 6, 20.0, "it serves like that")
+        tokens = "baton_generation_tokens_total"
+        assert metric(pairs.port, tokens, worker="prefill-0", role="decode") > 0
+        _change(pairs, "decode-0", "decode")
+        _change(pairs, "decode-1", "decode")
+        _change(pairs, "prefill-0", "prefill")
+    assert load.wrong() == [], pairs.logs()
+    assert guards == {row["process"]: row["guard"] for row in pairs.status()["processes"]}
+    audit = pairs.baton("audit")
+    assert audit.returncode == 0, audit.stdout
 
 
 def test_what_is_refused_is_told_with_the_way_out() -> None:
@@ -121,35 +129,34 @@ def test_a_decode_worker_computes_prompts_or_not_at_once() -> None:
         pytest.param("prefill-1", "decode", "worker", marks=pytest.mark.slow),
     ],
 )
-def test_kill_9_in_the_middle_of_a_change_is_survived(name: str, role: str, victim: str) -> None:
+def test_kill_9_in_the_middle_of_a_change_is_survived(
+    pairs: OpsCluster, name: str, role: str, victim: str
+) -> None:
     """The word is kept before the worker drains: it comes back as what it was told to be, also if
     its guard dies with it, and no client sees more than a pause."""
-    settings = {**SETTINGS, "BATON_FAKE_PREFILL_MS": "100", "BATON_LIMITS_DRAIN_MS": "5000"}
-    with ops_cluster(**settings) as cluster:
-        cluster.up()
-        load = Load(cluster)
-        with load.running():
-            wait_until(lambda: len(load.answers) > 3, 30.0, "streams run")
-            worker = cluster.process(name)
-            (row,) = [r for r in cluster.status()["processes"] if r["process"] == name]
-            change = subprocess.Popen(
-                [*BATON, "role", name, role, "--wait", "40"],
-                env=cluster.env(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            wait_until(lambda: bool(kept_role(cluster.run_dir, name)), 20.0, "the word is kept")
-            if victim == "guard":
-                os.kill(row["guard"], signal.SIGKILL)
-            else:
-                worker.send(signal.SIGKILL)
-            said, _ = change.communicate(timeout=60)
-            assert change.returncode == 0, said + cluster.logs()
-            assert _roles(cluster)[name] == role
-        assert load.wrong() == [], said + cluster.logs()
-        assert cluster.down().returncode == 0
-        assert cluster.left_behind() == []
+    was = _roles(pairs)[name]
+    load = Load(pairs)
+    with load.running():
+        wait_until(lambda: len(load.answers) > 3, 30.0, "streams run")
+        worker = pairs.process(name)
+        (row,) = [r for r in pairs.status()["processes"] if r["process"] == name]
+        change = subprocess.Popen(
+            [*BATON, "role", name, role, "--wait", "40"],
+            env=pairs.env(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        wait_until(lambda: kept_role(pairs.run_dir, name) == role, 20.0, "the word is kept")
+        if victim == "guard":
+            os.kill(row["guard"], signal.SIGKILL)
+        else:
+            worker.send(signal.SIGKILL)
+        said, _ = change.communicate(timeout=60)
+        assert change.returncode == 0, said + pairs.logs()
+        assert _roles(pairs)[name] == role
+    assert load.wrong() == [], said + pairs.logs()
+    _change(pairs, name, was)
 
 
 def test_a_worker_changes_by_itself_when_the_work_has_drifted() -> None:

@@ -127,20 +127,11 @@ def test_everything_ends_with_the_killed_command(tmp_path: Path) -> None:
         assert cluster.left_behind() == []
 
 
-def test_an_interrupt_without_a_terminal_ends_with_exit_code_0(tmp_path: Path) -> None:
-    """SIGINT to the command itself, as CI sends it: everything stops, make reports success."""
-    with ops_cluster() as cluster:
-        output = tmp_path / "out"
-        make = _start(cluster, _makefile(tmp_path), output)
-        _command(make).send(signal.SIGINT)
-        assert make.wait(timeout=30) == 0
-        assert "requests that run may end within 2 s" in output.read_text()
-        assert "nothing is left behind" in output.read_text()
-        assert cluster.left_behind() == []
-
-
-def test_a_process_that_is_started_again_is_told(tmp_path: Path) -> None:
-    """Whoever looks at the terminal reads which one ended, and where its log is."""
+def test_a_restart_is_told_and_an_interrupt_without_a_terminal_ends_with_exit_code_0(
+    tmp_path: Path,
+) -> None:
+    """Whoever looks at the terminal reads which process ended and was started again. SIGINT to the
+    command itself, as CI sends it: everything stops, make reports success."""
     with ops_cluster() as cluster:
         output = tmp_path / "out"
         make = _start(cluster, _makefile(tmp_path), output)
@@ -150,6 +141,9 @@ def test_a_process_that_is_started_again_is_told(tmp_path: Path) -> None:
         wait_until(lambda: told in output.read_text(), 20.0, told)
         _command(make).send(signal.SIGINT)
         assert make.wait(timeout=30) == 0
+        assert "requests that run may end within 2 s" in output.read_text()
+        assert "nothing is left behind" in output.read_text()
+        assert cluster.left_behind() == []
 
 
 def test_one_shot_stops_after_the_answer() -> None:
