@@ -111,6 +111,22 @@ def catalogue(model: str, sizes: Sizes, seed: int) -> list[Item]:
             **more,
         }
 
+    def every_rule(length: int, tokens: int, **more: Any) -> dict[str, Any]:
+        """All that a request may ask for at once."""
+        return seeded(
+            length,
+            tokens,
+            top_k=14,
+            min_p=0.01,
+            frequency_penalty=0.9,
+            logit_bias={"97": 1.5, "101": 2.5, "116": -2.0},
+            allowed_token_ids=list(range(95, 123)),
+            bad_words=["et", "n"],
+            min_tokens=tokens // 2,
+            stop_token_ids=[101, 115],
+            **more,
+        )
+
     streamed: dict[str, Any] = {"stream": True, "ignore_eos": True}
     add("short", 8, lambda: greedy(sizes.short, sizes.some, **streamed), weight=2)
     add("own-end", 4, lambda: greedy(sizes.short, sizes.many, stream=True))
@@ -130,12 +146,17 @@ def catalogue(model: str, sizes: Sizes, seed: int) -> list[Item]:
     for number in range(4):
         body = _response(model, prompt(sizes.short), sizes.some)
         items.append(Item(f"socket-{number}", "", body, weight=2, back=Back.SOCKET))
+    add("every-rule", 4, lambda: every_rule(sizes.long // 2, sizes.some), weight=1.5)
+    add(
+        "repeated-choices", 2, lambda: every_rule(sizes.short, sizes.some, stream=False, n=2), **key
+    )
     add("left", 6, lambda: greedy(sizes.long // 2, sizes.many, **streamed), weight=1)
     for number, item in enumerate(each for each in items if each.name.startswith("left")):
         item.leaves_after = (0, 0, 1, 5, 12, 20)[number % 6]
-    for number in range(3):
-        source = next(each for each in items if each.name == f"short-{number}")
-        items.append(Item(f"stop-{number}", source.path, dict(source.body), stop_of=source.name))
+    for name in ("short-0", "short-1", "seeded-0", "every-rule-0", "resumed-0"):
+        source = next(each for each in items if each.name == name)
+        body, back = dict(source.body), source.back
+        items.append(Item(f"stop-{name}", source.path, body, stop_of=name, back=back))
     return items
 
 

@@ -136,13 +136,15 @@ def _take_whole(heard: Heard, raw: bytes) -> None:
         _take_error(heard, parsed["error"])
         return
     heard.id = parsed["id"]
-    choice = parsed["choices"][0]
-    heard.answer.ids = choice["token_ids"]
-    heard.answer.text = choice["message"]["content"] if "message" in choice else choice["text"]
-    heard.answer.finish = choice["finish_reason"]
-    heard.answer.usage = parsed["usage"]
-    heard.answer.logprobs = _logprobs(choice)
-    heard.arrived(len(heard.answer.ids))
+    answer = heard.answer
+    answer.usage = parsed["usage"]
+    # Of several choices one after the other, so that a token of one in another's place shows.
+    for choice in sorted(parsed["choices"], key=lambda each: each["index"]):
+        answer.ids += choice["token_ids"]
+        answer.text += choice["message"]["content"] if "message" in choice else choice["text"]
+        answer.finish = f"{answer.finish or ''} {choice['finish_reason']}".strip()
+        answer.logprobs += _logprobs(choice)
+    heard.arrived(len(answer.ids))
     heard.done = True
 
 

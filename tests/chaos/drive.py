@@ -18,7 +18,8 @@ from typing import Any
 
 from baton.cli.explain import time_line, told
 from chaos import faults, report
-from chaos.catalogue import Back, Item, catalogue, probe, uncached
+from chaos.catalogue import Item, catalogue, probe, uncached
+from chaos.excuse import excuse
 from chaos.faults import Done, Fault, Stop
 from chaos.heard import Heard
 from chaos.judge import NEVER, Class, Judgement, judge
@@ -70,6 +71,8 @@ class Run:
         self.leaks: list[str] = []
         self.audits = 0
         self.note = ""
+        self.over = False
+        """Nobody asks any more."""
         self.probes: list[Item] = []
         self._loose: set[asyncio.Task[Judged]] = set()
         """Clients of probes that are not waited for."""
@@ -112,6 +115,7 @@ class Run:
         await self.load.stop()
         await self._ready(READY_S)
         await self._judge_probes()
+        self._judge_broken()
         await self._audit()
         await self._nothing_held()
         facts = {
@@ -179,8 +183,9 @@ class Run:
         item = probe("m", self.sizes, fault.number, self.seed)
         self.probes.append(item)
         stop, clients = await self._reach(fault, item)
-        # On the list before it strikes: who breaks because of it is judged at once.
+        # On the list before it strikes: what is judged meanwhile may be its doing.
         done = Done(fault, time.monotonic(), reached=stop is not None)
+        done.timed = stop is not None and stop.timed
         self.done.append(done)
         await faults.inject(self.place, done, stop or Stop())
         if self.part.name == "overlapping":
@@ -213,7 +218,7 @@ class Run:
         crowd = [item, *self.items[:8]]
         tasks = [send(each)[1] for each in crowd]
         await asyncio.sleep(0.002 * (1 + fault.number % 8))
-        return Stop(), tasks
+        return Stop(timed=True), tasks
 
     def _usual_first_s(self) -> float:
         firsts = [i.reference.first_s for i in self.items if i.reference and "seeded" in i.name]
@@ -336,12 +341,25 @@ class Run:
                 if judged.judgement.what in (Class.WRONG, Class.GAP):
                     self._on_bad(judged)
 
+    def _judge_broken(self) -> None:
+        """Judge broken connections: whose they were is in logs, which are all written by now."""
+        self.over = True
+        for judged in self.load.judged:
+            if judged.judgement.what is Class.BROKEN:
+                judged.judgement = self._judge(judged.heard)
+                self._on_bad(judged)
+
     # --- judging --------------------------------------------------------------------------------
 
     def _judge(self, heard: Heard) -> Judgement:
         during = self._during(heard)
         may_forget = any(done.fault.kind in FORGETS for done in during)
-        return judge(heard, excused=self._excuse(heard, during), may_forget=may_forget)
+        if heard.broken and not self.over:
+            excused = "to be judged when all is over"
+        else:
+            gateway = self.place.gateway_of(heard.id) if heard.broken and heard.id else ""
+            excused = excuse(heard, during, gateway)
+        return judge(heard, excused=excused, may_forget=may_forget)
 
     def _during(self, heard: Heard) -> list[Done]:
         """Return the faults that this client could notice."""
@@ -352,17 +370,6 @@ class Run:
             if done.at <= (heard.ended_at or now) and over >= heard.sent_at:
                 found.append(done)
         return found
-
-    def _excuse(self, heard: Heard, during: list[Done]) -> str:
-        """Return why this connection could break through no fault of the cluster's, if it could."""
-        if heard.item.back is not Back.NO:
-            return ""
-        for done in during:
-            if done.fault.kind in ("kill gateway", "freeze gateway"):
-                return "its gateway died"
-            if heard.through_proxy and done.fault.kind == "cut client":
-                return "its line was cut"
-        return ""
 
     def _on_bad(self, judged: Judged) -> None:
         what = judged.judgement.what

@@ -1,7 +1,8 @@
 """Faults: what is done to whom, at which stage of a request, for how long.
 
-Decides the plan from a seed, and how each fault is done and undone. A stage is reached for sure
-where the fake engine can be held there; with the real model by time and by the tokens that came.
+Decides the plan from a seed, and how each fault is done and undone. A stage is seen to be reached
+where the fake engine can be held there, or by the tokens that came. Where a request is queued, and
+how far the real model's prefill is, is a matter of time: then the fault is about there.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class Done:
     victim: str = ""
     """The process, as it is named everywhere."""
     reached: bool = True
+    timed: bool = False
+    """The stage was waited for by the clock, and not seen."""
     hit: frozenset[str] = frozenset()
     """Requests that the ledger's index gave to the victim at that moment."""
     mended_at: float = 0.0
@@ -109,6 +112,7 @@ class Stop:
 
     pid: int = 0
     request_id: str = ""
+    timed: bool = False
     marks: list[Path] = field(default_factory=list)
 
     def let_go(self) -> None:
@@ -144,7 +148,7 @@ async def trapped(place: Place, point: str) -> Stop | None:
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError, ValueError):
             pid, request_id = mark.read_text().split()
-            return Stop(int(pid), request_id, [mark])
+            return Stop(int(pid), request_id, marks=[mark])
         await asyncio.sleep(_LOOK_S)
     (place.stops / point).unlink(missing_ok=True)
     mark.unlink(missing_ok=True)
@@ -152,11 +156,12 @@ async def trapped(place: Place, point: str) -> Stop | None:
 
 
 async def come_to(stage: str, heard: Heard, sizes: Sizes, first_s: float) -> Stop | None:
-    """Wait until the real model is about at ``stage`` of that request."""
+    """Wait until the real model is at ``stage`` of that request, or about there."""
     share = _SHARES.get(stage)
     if share is not None:
         await asyncio.sleep(share * first_s)
-        return Stop(request_id=heard.id)
+        # With its first token there it is beyond all of these.
+        return None if heard.answer.ids else Stop(request_id=heard.id, timed=True)
     wanted = {
         "committed": 1,
         "first step": 2,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -112,6 +113,17 @@ class Place:
             return read_record(self.direct_url, POOL, request_id)
         except LedgerSilent:
             return None
+
+    def gateway_of(self, request_id: str) -> str:
+        """Return the whole name of the gateway that a request came to, as its log says, which no
+        fault of the ledger's takes away; "" if none does (yet)."""
+        needle = request_id.encode()
+        for path in self.logs.glob("gateway-*.log*"):
+            for line in path.read_bytes().splitlines():
+                if needle in line and b'"request_submitted"' in line:
+                    entry = json.loads(line)
+                    return f"{entry['worker']}/{entry['incarnation']}"
+        return ""
 
     def unready(self) -> str:
         """Return what is missing until everything is as at the start; empty: nothing."""

@@ -19,7 +19,15 @@ from chaos.judge import NEVER, Class
 from chaos.load import Judged
 
 _BAD = (Class.WRONG, Class.GAP, Class.SILENT)
-_SUMS = ("faults", "faults_at_the_wanted_stage", "requests", "resumed", "forgotten", "audits")
+_SUMS = (
+    "faults",
+    "faults_at_the_wanted_stage",
+    "faults_about_there",
+    "requests",
+    "resumed",
+    "forgotten",
+    "audits",
+)
 _LISTS = ("leaked", "never_ready", "bad")
 
 
@@ -52,7 +60,8 @@ def slice_of(
     return {
         **facts,
         "faults": len(faults),
-        "faults_at_the_wanted_stage": sum(done.reached for done in faults),
+        "faults_at_the_wanted_stage": sum(done.reached and not done.timed for done in faults),
+        "faults_about_there": sum(done.reached and done.timed for done in faults),
         "requests": len(answers),
         "resumed": sum(j.heard.comebacks > 0 and j.heard.done for j in answers),
         "forgotten": sum(j.heard.forgotten > 0 for j in answers),
@@ -107,7 +116,8 @@ def merged(slices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "clusters": len(slices),
         "seeds": sorted({each["seed"] for each in slices}),
         "cluster_minutes": round(sum(each["minutes"] for each in slices), 1),
-        **{name: sum(each[name] for each in slices) for name in _SUMS},
+        # A slice of an earlier tool may lack what is counted by now.
+        **{name: sum(each.get(name, 0) for each in slices) for name in _SUMS},
         **{name: [one for each in slices for one in each[name]] for name in _LISTS},
         "classes": _sum(each["classes"] for each in slices),
         "refused_because": _sum(each["refused_because"] for each in slices),
@@ -219,7 +229,9 @@ def _page(run: Mapping[str, Any]) -> str:
     summary = (
         f"{run['faults']} faults in {run['cluster_minutes']} minutes of "
         f"{run['clusters']} clusters, "
-        f"{run['faults_at_the_wanted_stage']} of them at the very stage; "
+        f"{run['faults_at_the_wanted_stage']} of them at the very stage, "
+        f"{run['faults_about_there']} about there (while queued, and before the real model's first "
+        f"token, by the clock); "
         f"{accepted} requests accepted, {classes['right']} right ({run['resumed']} of them over "
         f"more than one connection), {classes['left']} left by their "
         f"client, {classes['failed']} failed with a clear error, {classes['broken']} broken with "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import random
 import socket
@@ -14,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from chaos import faults, links, report
-from chaos.catalogue import Item, Whole
+from chaos import client, faults, links, report
+from chaos.catalogue import FAKE, Back, Item, Whole, catalogue
+from chaos.excuse import excuse
 from chaos.faults import Done, Fault
 from chaos.heard import Heard
 from chaos.judge import Class, judge
@@ -75,6 +78,81 @@ def test_only_a_gateways_death_excuses_a_broken_connection() -> None:
     assert judge(forgotten, may_forget=True).what is Class.RIGHT
 
 
+def struck(kind: str, victim: str = "gateway-0/7", at: float = 10.0, **fields: object) -> Done:
+    """Return a fault at ``at``, mended two seconds later."""
+    action, target = kind.split(maxsplit=1)
+    done = Done(Fault(1, target, action, "queued", 2.0, 0), at=at, victim=victim)
+    done.mended_at = at + 2.0
+    for name, value in fields.items():
+        setattr(done, name, value)
+    return done
+
+
+def lost(sent: float, ended: float, name: str = "", *, proxied: bool = False) -> Heard:
+    """Return a plain client's broken connection."""
+    times = {"sent_at": sent, "ended_at": ended, "broken": "reset", "through_proxy": proxied}
+    return heard([1], done=False, id=name, **times)
+
+
+@pytest.mark.parametrize(
+    ("excused", "found", "fault", "gateway"),
+    [
+        (True, lost(9.0, 10.1, "a"), struck("kill gateway"), "gateway-0/7"),
+        (True, lost(9.0, 10.1, "a"), struck("kill gateway", hit=frozenset({"a"})), ""),
+        (False, lost(9.0, 10.1, "a"), struck("kill gateway"), "gateway-1/8"),
+        (False, lost(9.0, 10.1, "a"), struck("kill gateway", hit=frozenset({"a"})), "gateway-1/8"),
+        (False, lost(11.0, 12.0, "a"), struck("kill gateway"), "gateway-0/9"),
+        (False, lost(9.0, 10.1, "a"), struck("kill gateway"), ""),
+        (False, lost(9.0, 10.1, "a"), struck("kill gateway", victim=""), ""),
+        (True, lost(9.0, 10.1), struck("kill gateway"), ""),
+        (False, lost(11.0, 11.5), struck("kill gateway"), ""),
+        (False, lost(9.0, 30.0), struck("kill gateway"), ""),
+        (True, lost(11.0, 12.5), struck("freeze gateway"), ""),
+        (False, lost(13.0, 13.5), struck("freeze gateway"), ""),
+        (False, lost(9.0, 10.1), struck("kill decode"), ""),
+        (True, lost(9.0, 10.1, "a", proxied=True), struck("cut client"), "gateway-1/8"),
+        (False, lost(9.0, 10.1, "a"), struck("cut client"), "gateway-1/8"),
+        (False, lost(11.0, 12.0, "a", proxied=True), struck("cut client"), "gateway-1/8"),
+    ],
+)
+def test_who_was_not_connected_to_it_is_not_excused(
+    excused: bool, found: Heard, fault: Done, gateway: str
+) -> None:
+    """A connection breaks with its own gateway or its own line, and at that time."""
+    assert bool(excuse(found, [fault], gateway)) is excused
+
+
+def test_a_client_that_comes_back_needs_no_excuse() -> None:
+    """It has to get its whole answer."""
+    found = lost(9.0, 10.1, "a")
+    found.item.back = Back.TOKEN
+    assert excuse(found, [struck("kill gateway")], "gateway-0/7") == ""
+
+
+def test_choices_are_one_answer_in_their_order() -> None:
+    """So a token in another choice's place is a wrong one."""
+    usage = {"prompt_tokens": 3, "completion_tokens": 4}
+    choices = [
+        {"index": 1, "token_ids": [3, 4], "text": "cd", "finish_reason": "stop"},
+        {"index": 0, "token_ids": [1, 2], "text": "ab", "finish_reason": "length"},
+    ]
+    found = Heard(Item("pair", "/v1/completions", {}), status=200)
+    client._take_whole(found, json.dumps({"id": "r", "choices": choices, "usage": usage}).encode())
+    assert (found.answer.ids, found.answer.text) == ([1, 2, 3, 4], "abcd")
+    assert found.answer.finish == "length stop" and found.done
+
+
+def test_what_is_asked_is_drawn_from_the_seed() -> None:
+    """Every kind is there, the same bodies for the same seed."""
+    items = catalogue("m", FAKE, 3)
+    assert [each.body for each in items] == [each.body for each in catalogue("m", FAKE, 3)]
+    assert len({each.name for each in items}) == len(items)
+    asked = {key for each in items for key in each.body}
+    assert {"min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "n", "top_k"} <= asked
+    stopped = [each for each in items if each.stop_of]
+    assert {each.body["temperature"] for each in stopped} == {0, 0.9}
+
+
 def test_shares_of_a_plan_are_the_plan() -> None:
     """Every kind at every stage, whatever is left out, and nothing twice within a round."""
     cells = sum(len(actions) for actions in faults.ACTIONS.values()) * len(faults.STAGES)
@@ -84,6 +162,21 @@ def test_shares_of_a_plan_are_the_plan() -> None:
     kinds = {each.kind for each in less}
     assert {"kill prefill", "restart decode"} <= kinds
     assert not kinds & {"roll back ledger", "kill decode"}
+
+
+def test_a_stage_that_was_waited_for_by_the_clock_is_not_said_to_be_reached() -> None:
+    """Nobody saw it; with the first token there it is even past."""
+    done = [struck("kill decode"), struck("kill decode", timed=True)]
+    done.append(struck("kill decode", reached=False))
+    facts = {"part": "real", "title": "t", "minutes": 1.0, "audits": 1, "note": "", "seed": 1}
+    found = report.slice_of(done, [], [], facts)
+    assert (found["faults_at_the_wanted_stage"], found["faults_about_there"]) == (1, 1)
+    before, after = (heard(ids, done=False, id="a") for ids in ([], [1]))
+    stop = asyncio.run(faults.come_to("last chunk", before, FAKE, 0.001))
+    assert stop is not None and stop.timed
+    assert asyncio.run(faults.come_to("last chunk", after, FAKE, 0.001)) is None
+    stop = asyncio.run(faults.come_to("committed", after, FAKE, 0.001))
+    assert stop is not None and not stop.timed
 
 
 def test_slices_add_up() -> None:
@@ -101,6 +194,7 @@ def test_slices_add_up() -> None:
     total = report.merged([good, bad])
     assert report.is_bad(total)
     assert (total["faults"], total["classes"]["right"], total["classes"]["silent"]) == (2, 1, 1)
+    assert (total["faults_at_the_wanted_stage"], total["faults_about_there"]) == (2, 0)
     assert total["kinds"]["kill decode"]["added_stall_s"]["p50"] == 0.5
     assert total["seeds"] == [1, 2]
 
