@@ -6,12 +6,14 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from baton.core.limits import Limits
+from baton.gateway.server import HttpServer
 from baton.ports.driving import EXIT_RESTART
 from baton.runtime.settings import GatewayConfig
 from support.gateway_cluster import DECODE, GatewayCluster, Script
@@ -225,3 +227,24 @@ def test_no_prompt_in_the_logs(cluster: GatewayCluster) -> None:
     assert secret.encode() not in log
     assert b"another hidden" not in log
     assert b"request_ended" in log
+
+
+def test_a_server_that_fails_ends_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(127) The crash barrier hears of it at once: a gateway that serves nobody is no gateway."""
+    crashed: list[BaseException] = []
+
+    async def fail(self: HttpServer, counter: int) -> bool:
+        raise ValueError("a bug of the server's")
+
+    def serve() -> None:
+        with gateway:
+            monkeypatch.setattr(HttpServer, "on_tick", fail)
+            gateway.wait_until(lambda: bool(crashed))
+
+    gateway = GatewayCluster(tmp_path)
+    monkeypatch.setattr(gateway, "_crashed", lambda error, during: crashed.append(error))
+    with pytest.raises(ValueError, match="a bug of the server's"):
+        serve()
+    assert "a bug of the server's" in str(crashed[0])

@@ -274,7 +274,7 @@ class GatewayCluster:
         for peer, role in self.workers:
             self.driver.feed(PeerUp(member(peer, role)))
         self.driver.feed(Received(ROUTER, PoolStatus(serving=True)))
-        self.server = GatewayServer(self.serving)
+        self.server = GatewayServer(self.serving, self._crashed)
         await self.server.start()
 
     def _buffer(self) -> int:

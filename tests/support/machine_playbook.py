@@ -135,6 +135,11 @@ class Playbook:
         found = (command for command in reversed(self.all) if isinstance(command, kind))
         return next(command for command in found if not is_look(command))
 
+    def measured(self, name: str, **labels: str) -> float:
+        """Return what was counted under ``name`` so far (with these labels)."""
+        counted = (one for one in self.all if isinstance(one, Measure) and one.name == name)
+        return sum(one.value for one in counted if labels.items() <= one.labels.items())
+
     def messages(self, kind: type[T], peer: Peer | None = None) -> list[T]:
         """Return every message of ``kind`` sent so far (to ``peer``)."""
         return [

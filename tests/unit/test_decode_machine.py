@@ -157,8 +157,9 @@ def test_a_first_token_that_is_a_stop_token_ends_the_request() -> None:
     assert play.machine.scheduler.step == 0 and play.used() == 0
 
 
-def test_the_end_at_the_first_token_may_overtake_the_commit() -> None:
-    """(30) The gateway has it from prefill already: the blocks come back when prefill stopped."""
+def test_an_end_may_overtake_the_commit() -> None:
+    """(30) Its gateway may end it by what an earlier attempt has sent (a stop string): the commit
+    is then prefill's word that it stopped, and no token of it goes out."""
     play = Decode()
     ticket = play.remote(spec(tokens=6))
     play.hear(G, RequestEnded("r", 1, Outcome(Ending.COMPLETED)), sent(P, TicketRevoked))
@@ -475,6 +476,7 @@ def test_a_message_that_fits_nothing_is_counted_and_dropped() -> None:
     """(12) Unknown ids and foreign messages change nothing."""
     play = Decode()
     play.hear(R, WorkRefused("x", 1, Reason.INTERNAL))
+    assert play.measured("stale_messages_total", kind="unknown") == 1
     play.hear(P, WriterStopped("x", 1))
     play.hear(P, PrefillFailed("x", 1, Reason.INTERNAL))
     play.hear(P, ChunkAnnounced("x", 1, ()))

@@ -20,7 +20,7 @@ from baton.gateway.vocabulary import (
     ReportsWanted,
     StopMatched,
 )
-from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, Send
+from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, Measure, Send
 from baton.ports.ledger import Conflict, EndRequest, Unavailable
 from baton.ports.transport import PeerLost, Received
 from baton.runtime.catalogue import CATALOGUE
@@ -37,7 +37,7 @@ from baton.wire.messages import (
     TokenRun,
     TokensWanted,
 )
-from support.gateway_talk import D0, D1, DONE, ME, P0, R0, R1, Talk, only, sent, up
+from support.gateway_talk import D0, D1, DONE, ME, P0, R0, R1, Talk, only, sent, spec, up
 
 # --- the usual way ------------------------------------------------------------------------------
 
@@ -257,6 +257,16 @@ def test_only_the_router_of_a_request_may_give_it_up() -> None:
         talk.feed(up(R1))
         talk.hear(peer, failed)
         assert len(talk.ends) == ends, peer
+
+
+def test_a_message_that_fits_nothing_is_counted_and_dropped() -> None:
+    """(12) What is no gateway's to hear changes nothing."""
+    talk = Talk()
+    talk.submit()
+    before = talk.machine.status()
+    said = talk.hear(D0, SubmitRequest(spec("x", 5), turn=1))
+    assert only(said, Measure).labels == {"kind": "unknown"}
+    assert talk.machine.status() == before
 
 
 # --- ends and the ledger ------------------------------------------------------------------------

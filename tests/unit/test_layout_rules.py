@@ -97,6 +97,27 @@ def test_nothing_is_unpickled() -> None:
     assert found == []
 
 
+_BEGINS_TASKS = re.compile(r"\b(create_task|ensure_future)\(|\bTaskGroup\(")
+#: Who begins tasks, and looks at their ends: services by the first, the start of a process, and an
+#: adapter that is below both.
+_TASKS_OF = frozenset(
+    f"shared/baton/{name}.py" for name in ("runtime/tasks", "runtime/shell", "ledger/redis_ledger")
+)
+#: Tools that run from outside: what they begin is awaited by the run.
+_TOOLS = tuple(ROOT / "services/baton" / name for name in ("bench", "cli"))
+
+
+def test_no_task_is_begun_that_nobody_looks_at() -> None:
+    """(127) A task's error is lost unless somebody asks for it: there is one way to begin one."""
+    found = {
+        relative(path)
+        for path in SOURCES
+        if not any(path.is_relative_to(tool) for tool in _TOOLS)
+        and _BEGINS_TASKS.search(path.read_text())
+    }
+    assert found == _TASKS_OF
+
+
 # --- import rules, with import-linter -----------------------------------------------------------
 
 

@@ -479,5 +479,6 @@ def test_a_message_that_fits_nothing_is_counted_and_dropped() -> None:
     """(12) Unknown ids and foreign messages change nothing."""
     play = Prefill()
     play.hear(R, WorkRefused("x", 1, Reason.INTERNAL))
+    assert play.measured("stale_messages_total", kind="unknown") == 1
     play.hear(R, CancelWork("x", 1, Reason.INTERNAL))
     play.hear(D, TicketRevoked("x", 1), Send(D, WriterStopped("x", 1)))

@@ -21,6 +21,7 @@ from baton.ports.ledger import (
     Unavailable,
 )
 from baton.wire.messages import (
+    CancelWork,
     DecodeReserved,
     FenceRequest,
     PoolStatus,
@@ -29,6 +30,7 @@ from baton.wire.messages import (
     RequestPlaced,
     RequestRefused,
     WorkAsked,
+    WorkRefused,
 )
 from support.machine_playbook import Like, sent
 from support.router_playbook import (
@@ -456,3 +458,13 @@ def test_nobody_is_placed_with_a_prefill_that_cannot_write_there() -> None:
     play.ready(D, writers=())
     play.admit(spec())
     play.ready(D, call(PlaceRequest, prefill=P), writers=(P,))
+
+
+def test_a_message_that_fits_nothing_is_counted_and_dropped() -> None:
+    """(12) What is no router's to hear, and what belongs to nothing here, changes nothing."""
+    play = Router()
+    play.hear(D, CancelWork("x", 1, Reason.INTERNAL))
+    assert play.measured("stale_messages_total", kind="unknown") == 1
+    play.hear(D, WorkRefused("x", 1, Reason.INTERNAL))
+    play.hear(D, DecodeReserved("x", 1, 0))
+    assert not play.machine.state.entries

@@ -16,6 +16,7 @@ from baton.core.limits import Limits
 from baton.core.outcomes import Reason
 from baton.gateway.errors import ApiError
 from baton.gateway.exchange import Stream
+from baton.runtime import tasks
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -191,18 +192,27 @@ class Request:
 
 @contextlib.asynccontextmanager
 async def watched(request: Request, stream: Stream) -> AsyncIterator[None]:
-    """While inside, a disconnect of the client cancels what ``stream`` waits for."""
+    """While inside, a disconnect of the client cancels what ``stream`` waits for. An error of that
+    watch is raised here: nobody would notice any more that the client left."""
+    bug: BaseException | None = None
 
     async def watch() -> None:
         stream.leave(await request.wait_gone())
 
-    task = asyncio.get_running_loop().create_task(watch())
+    def failed(error: BaseException) -> None:
+        nonlocal bug
+        bug = error
+        stream.leave(Reason.CLIENT_DISCONNECTED)
+
+    task = tasks.begin(watch(), failed)
     try:
         yield
     finally:
         task.cancel()
         # Whatever the way out (an error, a cancelled task): nothing goes on computing.
         stream.close(Reason.CLIENT_DISCONNECTED)
+        if bug is not None:
+            raise bug
 
 
 class WriteGuard:

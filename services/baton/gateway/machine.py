@@ -43,7 +43,7 @@ from baton.gateway.vocabulary import (
     StopMatched,
     Submitted,
 )
-from baton.ports.driving import EXIT_RESTART, Exit, LedgerAnswered, Note
+from baton.ports.driving import EXIT_RESTART, Exit, LedgerAnswered, Measure, Note
 from baton.ports.ledger import EndRequest, FindOwned
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.wire.holdings import HeldRequest, Holdings
@@ -312,8 +312,9 @@ class GatewayMachine:
             case Report():
                 return self._reports.received(event.peer, message)
             case _:
-                fields = {"peer": str(event.peer), "type": type(message).__name__}
-                return [Note("message_unexpected", fields, "warning")]
+                fields = {"peer": str(event.peer), "kind": type(message).__name__}
+                stale = Measure("stale_messages_total", labels={"kind": "unknown"})
+                return [stale, Note("unexpected_message", fields, "warning")]
 
     # --- peers and time -------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from baton.core.limits import Limits
 from baton.gateway.app import App
 from baton.gateway.serving import Serving
+from baton.runtime import tasks
+from baton.runtime.driver import Crash
 
 BACKLOG = 1_024
 #: An idle connection is kept for the next request; longer than proxies in front keep theirs.
@@ -315,9 +317,11 @@ class HttpServer(uvicorn.Server):
 class GatewayServer:
     """The listening server of one gateway process."""
 
-    def __init__(self, serving: Serving, *, shared: bool = False) -> None:
-        """``shared``: other gateways of this host listen on the same port."""
+    def __init__(self, serving: Serving, crash: Crash, *, shared: bool = False) -> None:
+        """``crash`` hears of an error that ends the server; ``shared``: other gateways of this host
+        listen on the same port."""
         self._serving = serving
+        self._crash = crash
         self._shared = shared
         http, websocket = _protocols(serving)
         config = uvicorn.Config(
@@ -352,13 +356,16 @@ class GatewayServer:
         self.socket = listener or bind(self._serving, shared=self._shared)
         self._owned = listener is None
         self.address = _address(self.socket)
-        self._task = asyncio.get_running_loop().create_task(
-            self._server.serve(sockets=[self.socket])
-        )
+        self._task = tasks.begin(self._server.serve(sockets=[self.socket]), self._failed)
         while not self._server.started:
             if self._task.done():
                 await self._task
             await asyncio.sleep(0.005)
+
+    def _failed(self, error: BaseException) -> None:
+        """Until it has started, whoever starts it hears of it."""
+        if self._server.started:
+            self._crash(error, "the HTTP server")
 
     def leave(self, left: Callable[[], None]) -> None:
         """Accept nothing more, close each connection after its answer; call ``left`` when all are.

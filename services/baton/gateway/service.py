@@ -86,7 +86,7 @@ def build(context: Context) -> Service:
             metrics=context.metrics,
             log=context.log,
         )
-        server = GatewayServer(serving, shared=config.cluster.gateways > 1)
+        server = GatewayServer(serving, context.crash, shared=config.cluster.gateways > 1)
         try:
             await server.start(inherited_listener())
         except OSError as error:

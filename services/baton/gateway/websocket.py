@@ -27,6 +27,7 @@ from baton.gateway.response_format import ResponseFormat
 from baton.gateway.responses import response_recipe
 from baton.gateway.serving import Serving
 from baton.gateway.telling import Telling, begin, resume, wanted_by_field
+from baton.runtime import tasks
 
 #: More responses running or waiting on one socket are refused with an error event.
 STREAMS_MAX = 64
@@ -154,7 +155,7 @@ class _Socket:
     # --- responses ------------------------------------------------------------------------------
 
     def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = tasks.begin(work, self._crashed)
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
@@ -162,9 +163,10 @@ class _Socket:
         self._tasks.discard(task)
         if self._serving.leaving:
             self.leave()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._serving.log.error("response_crashed", exc_info=error)
-            self._request.abort()
+
+    def _crashed(self, error: BaseException) -> None:
+        self._serving.log.error("response_crashed", exc_info=error)
+        self._request.abort()
 
     async def _run_lane(self, stream_id: str) -> None:
         lane = self._lanes[stream_id]
