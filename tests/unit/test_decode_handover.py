@@ -287,6 +287,30 @@ def test_a_block_read_by_two_tickets_is_free_after_both(order: tuple[int, int]) 
     assert play.pool.available() == 10
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_block_of_a_writer_and_a_reader_is_free_after_both(
+    order: tuple[int, int],
+) -> None:
+    """(7) Its writer still stores for the same prompt, a second one has it as a prefix, and both
+    attempts are over: whoever stops last gives it back, once."""
+    play = Decode(blocks=10, writers=(P, Q))
+    wrote = play.remote(spec("a", tokens=9, first=1), P)
+    announced = ChunkAnnounced("a", 1, sums(wrote, 9, last=0))
+    play.hear(P, announced, Like(VerifyBlocks, request_id="a"))
+    play.verified()
+    play.cancel("a", sent(P, TicketRevoked))
+    reads = play.remote(spec("b", tokens=9, first=1), Q)
+    assert [pair.block for pair in reads.prefix] == [wrote.blocks[0].block]
+    play.cancel("b", sent(Q, TicketRevoked))
+    stops = [(P, WriterStopped("a", 1)), (Q, WriterStopped("b", 1))]
+    play.hear(*stops[order[0]])
+    assert play.pool.available() == 10 - 3
+    play.hear(*stops[order[1]])
+    play.hear(*stops[order[0]])
+    assert play.pool.available() == 10
+    assert play.states() == {"FREE": 9, "CACHED": 1}
+
+
 def test_a_cancel_between_commit_and_verification_frees_once() -> None:
     """(9) After the commit the blocks are the owner's alone: a cancel frees them at once."""
     play = Decode()
@@ -393,6 +417,7 @@ def test_an_announcement_that_does_not_fit_its_ticket_ends_the_attempt(
     play.hear(P, ChunkAnnounced("r", 1, wrong[:1]), sent(P, TicketRevoked), failed)
     play.hear(P, WriterStopped("r", 1))
     assert play.used() == 0, why
+    assert play.measured("integrity_failures_total") == 1
 
 
 def test_a_block_announced_twice_ends_the_attempt() -> None:
@@ -410,9 +435,10 @@ def test_bytes_that_do_not_match_are_dropped_and_never_stepped_on() -> None:
     play = Decode()
     ticket = play.remote(spec(tokens=10))
     play.complete(ticket, 10)
-    play.verified(sent(R, WorkFailed, reason=Reason.INTEGRITY), bad=(1,))
+    play.verified(sent(R, WorkFailed, reason=Reason.INTEGRITY), bad=(1, 2))
     assert play.states() == {"FREE": 7, "CACHED": 1}
     assert play.machine.scheduler.step == 0
+    assert play.measured("integrity_failures_total") == 2
 
 
 def test_a_commit_that_leaves_blocks_out_is_refused() -> None:

@@ -115,6 +115,7 @@ def test_a_record_cut_off_at_any_byte_names_nothing_wrong(cut: int) -> None:
     assert found.pool.match([old.chain]) == ([3] if whole else [])
     assert found.pool.match([NAMES[2]]) == []
     assert (found.kept, found.dropped) == ((1, 0) if whole else (0, 1))
+    assert found.damaged == (not whole)
 
 
 def test_two_blocks_of_one_name_leave_one_that_was_in_use() -> None:
@@ -144,7 +145,7 @@ def test_what_cannot_be_verified_in_time_is_dropped() -> None:
     host = Host()
     host.named(3)
     found = host.restart(verify_mb=0)
-    assert (found.kept, found.dropped) == (0, 1)
+    assert (found.kept, found.dropped, found.damaged) == (0, 1, 0)
     assert states(found) == [B.FREE] * BLOCKS
 
 

@@ -62,10 +62,10 @@ class Joining:
         seq = self.state.sequences.get(request_id)
         if wrong is None or seq is None or seq.epoch != epoch:
             return
-        self._integrity(seq, wrong)
+        self._integrity(seq, wrong, 1)
 
-    def _integrity(self, seq: Sequence, text: str) -> None:
-        self.state.measure("integrity_failures_total")
+    def _integrity(self, seq: Sequence, text: str, blocks: int) -> None:
+        self.state.measure("integrity_failures_total", blocks)
         self.ends.fail(seq, Reason.INTEGRITY, text)
 
     # --- what has verified --------------------------------------------------------------------
@@ -80,7 +80,7 @@ class Joining:
         good = [check for check in event.checks if check.logical not in bad]
         self.handover.verified(event.request_id, event.epoch, good, now)
         if bad:
-            self._integrity(seq, f"checksum of blocks {sorted(bad)} does not match")
+            self._integrity(seq, f"checksum of blocks {sorted(bad)} does not match", len(bad))
             return
         self._join_if_complete(event.request_id, event.epoch, now)
 

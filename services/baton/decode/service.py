@@ -71,6 +71,8 @@ def build(context: Context) -> Service:
     async def start() -> None:
         nonlocal serves
         serves = True
+        if found is not None and found.damaged:
+            context.metrics.measure("integrity_failures_total", found.damaged)
         arena.complete()
         if place is not None:
             offer()

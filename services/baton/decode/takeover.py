@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.core.blocks import Block, BlockPool
 from baton.core.ids import Peer
@@ -35,6 +35,8 @@ class TakenOver:
     kept: int
     dropped: int
     """Blocks that had a name and are not kept: damaged, or more than could be verified."""
+    damaged: int = 0
+    """Those whose bytes did not match their checksum."""
 
     def describe(self) -> dict[str, object]:
         """Return what logs and ``baton status`` say of it."""
@@ -42,6 +44,7 @@ class TakenOver:
             "former": str(self.former),
             "kept": self.kept,
             "dropped": self.dropped,
+            "damaged": self.damaged,
             "quarantined": sum(map(len, self.quarantined.values())),
             "blocks": self.pool.total,
         }
@@ -64,7 +67,7 @@ def take_stock(arena: OwnArena, block_size: int, block_bytes: int, verify_mb: in
     good = [check.block for check in checks if check.block not in bad]
     writers = {mark.writer for mark in marks if mark.writer and mark.state in WRITTEN}
     alive = {writer for writer in writers if arena.writer_alive(writer)}
-    return rebuild(arena.former, marks, good, alive)
+    return replace(rebuild(arena.former, marks, good, alive), damaged=len(bad))
 
 
 def rebuild(

@@ -184,7 +184,11 @@ _ALL = (
     _counter("handovers_total", "Hand-overs that decode admitted."),
     _histogram("checksum_seconds", "Making the checksums of one prompt chunk.", SHORT),
     _histogram("verify_seconds", "Checking the checksums of one announcement.", SHORT),
-    _counter("integrity_failures_total", "Blocks whose bytes did not match their checksum."),
+    _counter(
+        "integrity_failures_total",
+        "Blocks refused: handed over, or found in the own arena after a restart, their bytes did "
+        "not match their checksum, or what prefill said of them did not fit their ticket.",
+    ),
     _counter("stale_messages_total", "Messages refused by epoch, owner or index.", kind=STALE),
     # requests that went on after decode was lost or left
     _counter("recoveries_total", "Requests that decode took on after another attempt.", way=WAYS),
