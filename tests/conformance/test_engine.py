@@ -22,6 +22,7 @@ from support.engine_compiled import LEVELS, attention_engine, step_engine
 from support.engine_device import device_engine, needs_gpu
 from support.engine_models import VOCAB, tiny_info, tiny_model
 from support.engine_steps import GREEDY, Arena, Sequel, by_token, ids_of
+from support.sampling import EVERY_RULE
 
 BLOCK = 16
 #: Longer than two attention tiles, not a multiple of anything.
@@ -95,11 +96,13 @@ def kv_of(engine: Engine, arena: Arena, sequel: Sequel, positions: int) -> Any:
     return lines.reshape(-1, lines.shape[-1])[:positions]
 
 
-def alone(engine: Engine, prompt: Any, steps: int = 6, **changes: Any) -> tuple[Sequel, Arena]:
+def alone(
+    engine: Engine, prompt: Any, steps: int = 6, params: SamplingParams = SAMPLED
+) -> tuple[Sequel, Arena]:
     """Run one request undisturbed, its prompt in one chunk."""
     count = -(-(len(prompt) + steps) // BLOCK)
     arena = Arena(engine, count + 2, name="alone")
-    sequel = Sequel(engine, prompt, table(count), arena="alone", params=SAMPLED, **changes)
+    sequel = Sequel(engine, prompt, table(count), arena="alone", params=params)
     sequel.prefill()
     sequel.decode(steps)
     return sequel, arena
@@ -203,6 +206,35 @@ def test_forced_ids_continue_a_request_exactly(engine: Engine, prompt: Any) -> N
     again.take(engine.step([row])[0])
     again.decode(6)
     assert again.output == wanted.output
+
+
+@pytest.mark.parametrize("held", [1, 4, 9])
+def test_every_rule_of_the_client_goes_on_with_its_request(
+    engine: Engine, prompt: Any, held: int
+) -> None:
+    """(36) Penalties, bias, masks, the least length and the draw depend on the ids before alone:
+    a request that goes on below or beyond its least length goes on as if nothing had been."""
+    prompt = prompt[:70]
+    wanted, _ = alone(engine, prompt, 12, EVERY_RULE)
+    Arena(engine, 12)
+    again = Sequel(engine, prompt, table(6), params=EVERY_RULE, output=wanted.output[:held])
+    fed = np.concatenate((prompt, ids_of(wanted.output[:held])))
+    again.take(engine.step([replace(again.decode_row(), token_ids=fed, start=0)])[0])
+    again.decode(12)
+    assert again.output == wanted.output
+
+
+@pytest.mark.parametrize(
+    "name", [each for each in SamplingParams.__struct_fields__ if each != "logprobs"]
+)
+def test_every_rule_matters_in_that_answer(name: str) -> None:
+    """What goes on unchanged without a rule would prove nothing about it."""
+    engine = make_fake()
+    prompt = np.random.default_rng(3).integers(0, 256, 70).astype(np.int32)
+    plain = SamplingParams(seed=0)
+    without = msgspec.structs.replace(EVERY_RULE, **{name: getattr(plain, name)})
+    wanted, _ = alone(engine, prompt, 40, EVERY_RULE)
+    assert alone(engine, prompt, 40, without)[0].output != wanted.output
 
 
 def test_a_step_repeated_in_place_has_the_same_result(engine: Engine, prompt: Any) -> None:
