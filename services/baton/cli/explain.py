@@ -135,7 +135,9 @@ def explain(config: Config, request_id: str, *, as_json: bool) -> int:
     lines = time_line(cluster.run_dir / LOGS, request_id)
     if not lines and record is None:
         raise CommandError(
-            f"neither the logs in {cluster.run_dir / LOGS} nor the ledger know {request_id}"
+            f"neither the logs in {cluster.run_dir / LOGS} nor the ledger know {request_id}: "
+            "wanted is the `id` that every part of the answer has (chatcmpl-..., cmpl-..., "
+            "resp_...), not its X-Request-Id"
         )
     if as_json:
         say(json.dumps(_plain(request_id, record, lines), indent=2))
