@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton.channel import huge_pages
-from baton.channel.huge_pages import EXTENT
 from baton.channel.mapping import Mapping
+from baton.core.pages import EXTENT, Pages
 
 LENGTH = 5 * EXTENT + 3 * mmap.PAGESIZE
 
@@ -50,9 +50,11 @@ def test_whole_extents_are_huge_pages(file: int) -> None:
     os.posix_fallocate(file, 0, LENGTH)
     whole = Mapping(file, 0, LENGTH, writable=True)
     assert mapped_huge(file) == 5 * EXTENT
+    assert whole.pages() == Pages(LENGTH, 5 * EXTENT)
     # A writer maps the blocks alone, which begin anywhere.
     blocks = Mapping(file, 7 * mmap.PAGESIZE, LENGTH - 7 * mmap.PAGESIZE, writable=True)
     assert mapped_huge(file) == (5 + 4) * EXTENT
+    assert blocks.pages().huge_bytes == 4 * EXTENT
     blocks.view[0] = 1
     assert whole.view[7 * mmap.PAGESIZE] == 1
     del whole, blocks

@@ -80,6 +80,26 @@ def test_workers_that_do_not_serve_yet_are_counted(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.splitlines()[0].endswith(", ready")
 
 
+def test_huge_pages_are_shown_where_a_worker_tells_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of weights and arena the share in huge pages; not of weights that are no mapped file."""
+    one = {**NO_PROCESS, **NOT_REGISTERED, "state": "running"}
+    arena, weights = {"arena": {"huge_share": 1.0}}, {"weights": {"bytes": 9, "huge_share": 0.984}}
+    processes: list[dict[str, Any]] = [
+        {**one, "process": "decode-0", "role": "decode", "report": {**weights, **arena}},
+        {**one, "process": "decode-1", "role": "decode", "report": {"weights": None, **arena}},
+        {**one, "process": "gateway-0", "role": "gateway", "report": {"sessions": 1}},
+        {**one, "process": "prefill-0", "role": "prefill", "report": weights},
+    ]
+    picture = {"ready": True, "trouble": [], "model": "tiny", "processes": processes}
+    picture["kernels"] = {"running": [], "note": ""}
+    show(picture, RECORD)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "huge pages: decode-0 weights 98%, arena 100%; decode-1 arena 100%; prefill-0 weights 98%"
+    )
+
+
 def test_one_of_a_thing_is_not_called_many() -> None:
     """Neither `1 jobs` nor `1 tokens queued`."""
     report = {"jobs": 1, "queued_tokens": 1, "tickets": 2, "sessions": 1}

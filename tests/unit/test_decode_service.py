@@ -116,6 +116,24 @@ def test_starts_that_fail_for_want_of_others_keep_what_they_found(tmp_path: Path
         asyncio.run(live(Host(directory, tmp_path)))
 
 
+def test_a_worker_tells_how_its_memory_lies(tmp_path: Path) -> None:
+    """Status, metrics and the start-up log agree on how much is in huge pages; the fake engine has
+    no file of weights, and this arena is smaller than one huge page."""
+
+    async def live(host: Host) -> None:
+        with structlog.testing.capture_logs() as logged:
+            made = host.start(asyncio.get_running_loop())
+        facts: Any = made.facts()
+        assert facts["weights"] is None and facts["arena"]["huge_share"] == 0.0
+        assert made.gauges == {"huge_pages_ratio:arena": 0.0}
+        (created,) = (line for line in logged if line["event"] == "arena_created")
+        assert created["huge_share"] == 0.0
+        await end(made)
+
+    with shared_directory() as directory:
+        asyncio.run(live(Host(directory, tmp_path)))
+
+
 def test_a_start_that_fails_leaves_no_arena_of_its_own(tmp_path: Path) -> None:
     """There is nothing in it for anybody."""
 

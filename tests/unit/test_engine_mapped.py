@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.mapped import EXTENT, huge_bytes, map_file
+from baton.core.pages import EXTENT
+from baton.engine.mapped import map_file, pages_of
 
 #: Some extents and a piece.
 SIZE = 6 * EXTENT + 12_345
@@ -36,7 +37,7 @@ def huge_page_files(tmp_path: Path) -> None:
         with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
             mapping.madvise(mmap.MADV_HUGEPAGE)
             assert sum(mapping[::4096]) == 0
-            if huge_bytes(mapping) == 0:
+            if pages_of(mapping).huge_bytes == 0:
                 pytest.skip("no huge pages for files here")
 
 
@@ -53,10 +54,10 @@ def test_small_cached_pages_become_huge_ones(tmp_path: Path) -> None:
     """What was cached in small pages is read again in huge ones, and then stays so."""
     data = written(tmp_path / "file")
     with map_file(tmp_path / "file") as mapping:
-        assert huge_bytes(mapping) >= 5 * EXTENT
+        assert pages_of(mapping).huge_bytes >= 5 * EXTENT
         assert mapping[:] == data
         with map_file(tmp_path / "file") as other:
-            assert huge_bytes(other) >= 5 * EXTENT
+            assert pages_of(other).huge_bytes >= 5 * EXTENT
 
 
 @pytest.mark.usefixtures("huge_page_files")
@@ -67,7 +68,7 @@ def test_pages_that_somebody_maps_stay(tmp_path: Path) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         held = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
     with held, map_file(tmp_path / "file") as mapping:
-        assert huge_bytes(mapping) < 3 * EXTENT
+        assert pages_of(mapping).huge_bytes < 3 * EXTENT
         assert mapping[:] == data == held[:]
 
 

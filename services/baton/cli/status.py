@@ -178,8 +178,22 @@ def show(picture: Mapping[str, Any], found: ClusterRecord) -> None:
     if kernels["running"]:
         note = f" ({kernels['note']})" if kernels["note"] else ""
         say(f"kernels: {', '.join(kernels['running'])}{note}")
+    if words := huge_pages(picture["processes"]):
+        say(f"huge pages: {words}")
     for line in picture["trouble"]:
         warn(line)
+
+
+def huge_pages(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how much of each worker's weights and arena lies in them, as far as they say."""
+    words = []
+    for row in rows:
+        report = row["report"] or {}
+        shares = {name: (report.get(name) or {}).get("huge_share") for name in ("weights", "arena")}
+        told = [f"{name} {share:.0%}" for name, share in shares.items() if share is not None]
+        if told:
+            words.append(f"{row['process']} {', '.join(told)}")
+    return "; ".join(words)
 
 
 def _line(row: Mapping[str, Any]) -> tuple[object, ...]:

@@ -12,6 +12,7 @@ from baton.channel.arena import SharedArena
 from baton.channel.on_device import OnDevice
 from baton.channel.sources import ShmSources
 from baton.core.ids import WorkerRole
+from baton.core.pages import Pages
 from baton.core.prefix import chain_root
 from baton.decode.io import ImportBlocks, MarkBlocks, ProbeWriter, RunStep, VerifyBlocks
 from baton.decode.machine import DecodeMachine
@@ -21,7 +22,15 @@ from baton.ports.driving import RecordStep
 from baton.runtime.engine_thread import EngineThread
 from baton.runtime.model import ServedModel
 from baton.runtime.service import Context, Service
-from baton.runtime.worker import blocks_place, open_step_record, preload, take_engine
+from baton.runtime.worker import (
+    blocks_place,
+    huge_gauges,
+    open_step_record,
+    preload,
+    share_of,
+    take_engine,
+    weight_facts,
+)
 
 __all__ = ["build", "preload"]
 
@@ -43,7 +52,7 @@ def build(context: Context) -> Service:
     config = context.config
     engine, model = take_engine(context)
     place = blocks_place(context, model)
-    arena, found = _open_arena(context, model, place)
+    arena, pages, found = _open_arena(context, model, place)
     sources = ShmSources(
         config.arena.dir, config.cluster.name, model.layout, model.compat, place=place
     )
@@ -132,21 +141,24 @@ def build(context: Context) -> Service:
         model_name=model.name,
         on_start=start,
         on_stop=stop,
+        gauges=huge_gauges(weights=engine.weight_pages, arena=pages),
         facts=lambda: {
+            "weights": weight_facts(engine),
             "arena": {
                 "path": arena.ref.path,
                 "blocks": arena.blocks_total,
                 "bytes": arena.blocks_total * model.layout.block_bytes,
+                "huge_share": share_of(pages),
                 "dtype": model.layout.dtype,
                 "taken_over": None if found is None else found.describe(),
-            }
+            },
         },
     )
 
 
 def _open_arena(
     context: Context, model: ServedModel, place: OnDevice | None
-) -> tuple[SharedArena, TakenOver | None]:
+) -> tuple[SharedArena, Pages | None, TakenOver | None]:
     """Take over what a dead incarnation of this worker left, or make a new arena."""
     config, clock = context.config, context.clock
     began = clock.now()
@@ -160,9 +172,15 @@ def _open_arena(
         tries_max=config.limits.takeover_tries_max,
         place=place,
     )
+    pages = arena.pages()
     if arena.former is None:
-        context.log.info("arena_created", blocks=arena.blocks_total, note=arena.size_note)
-        return arena, None
+        context.log.info(
+            "arena_created",
+            blocks=arena.blocks_total,
+            huge_share=share_of(pages),
+            note=arena.size_note,
+        )
+        return arena, pages, None
     layout = model.layout
     opened = clock.now()
     found = take_stock(
@@ -174,6 +192,7 @@ def _open_arena(
         tokens=found.kept * layout.block_size,
         map_s=round(opened - began, 3),
         verify_s=round(clock.now() - opened, 3),
+        huge_share=share_of(pages),
         note=arena.size_note,
     )
-    return arena, found
+    return arena, pages, found

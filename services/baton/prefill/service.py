@@ -13,7 +13,14 @@ from baton.prefill.machine import PrefillMachine
 from baton.prefill.work import ChunkWorker
 from baton.runtime.engine_thread import EngineThread
 from baton.runtime.service import Context, Service
-from baton.runtime.worker import blocks_place, open_step_record, preload, take_engine
+from baton.runtime.worker import (
+    blocks_place,
+    huge_gauges,
+    open_step_record,
+    preload,
+    take_engine,
+    weight_facts,
+)
 
 __all__ = ["build", "preload"]
 
@@ -72,4 +79,6 @@ def build(context: Context) -> Service:
         compat=model.compat,
         model_name=model.name,
         on_stop=stop,
+        gauges=huge_gauges(weights=engine.weight_pages),
+        facts=lambda: {"weights": weight_facts(engine)},
     )

@@ -24,6 +24,7 @@ from baton.channel.mapping import Mapping
 from baton.channel.on_device import OnDevice, OwnBlocks, Whose
 from baton.channel.takeover import NotTaken, Wanted, store_header, succeed, take_over
 from baton.core.ids import Compat, Peer
+from baton.core.pages import Pages
 from baton.ports.channel import ArenaInUse, ArenaTooSmall, BlockCheck, BlockMark
 from baton.ports.device import DeviceFull
 from baton.ports.engine import KVLayout
@@ -233,6 +234,10 @@ class SharedArena:
         """Give a keeper that may have lost it the blocks' memory again; nothing on the host."""
         if self._own is not None:
             self._own.offer()
+
+    def pages(self) -> Pages | None:
+        """Return how the file lies in this process's memory; ``None``: the blocks are elsewhere."""
+        return None if self._own is not None else self._map.pages()
 
     def mark(self, marks: Sequence[BlockMark]) -> None:
         for mark in marks:

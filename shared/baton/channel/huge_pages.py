@@ -12,11 +12,11 @@ import ctypes
 import errno
 import mmap
 import os
+from pathlib import Path
 
 from baton.channel import locks
+from baton.core.pages import EXTENT, Pages, pages_at
 
-#: What one huge page holds on x86-64, and on arm64 with 4-KiB pages.
-EXTENT = 2 << 20
 _MADV_COLLAPSE = 25
 #: Put together by one call, each of which waits for all cores once.
 _PIECE = 32 * EXTENT
@@ -67,6 +67,11 @@ def map_aligned(fd: int, offset: int, length: int) -> mmap.mmap:
     finally:
         for filler in between:
             filler.close()
+
+
+def pages_of(mapping: mmap.mmap) -> Pages:
+    """Return how a mapping that may be written lies in memory."""
+    return pages_at(Path("/proc/self/smaps").read_text(), _address(mapping), len(mapping))
 
 
 def _address(mapping: mmap.mmap) -> int:

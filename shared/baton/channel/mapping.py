@@ -12,7 +12,8 @@ import errno
 import mmap
 
 from baton.channel import locks
-from baton.channel.huge_pages import map_aligned
+from baton.channel.huge_pages import map_aligned, pages_of
+from baton.core.pages import Pages
 
 #: ``madvise`` values of Linux 5.14 and newer, which the mmap module does not name.
 _MADV_POPULATE_READ = 22
@@ -36,6 +37,11 @@ class Mapping:
         """All of it. Whoever keeps a slice keeps the pages."""
         assert self._view is not None, "arena is closed"
         return self._view
+
+    def pages(self) -> Pages:
+        """Return how it lies in memory; only of one that may be written."""
+        assert self._map is not None, "arena is closed"
+        return pages_of(self._map)
 
     def close(self) -> bool:
         """Unmap, or leave that to the last view. Return whether it is unmapped now."""

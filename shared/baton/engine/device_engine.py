@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from baton.core.pages import Pages
 from baton.engine.device_attention import NAME, DeviceArena
 from baton.engine.device_graphs import Forwards
 from baton.engine.device_plan import Cutting, plan_pieces
@@ -31,6 +32,8 @@ from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, nothing
 
 class DeviceEngine:
     """See :class:`baton.ports.engine.Engine` for the contract."""
+
+    weight_pages: Pages | None = None
 
     def __init__(
         self,

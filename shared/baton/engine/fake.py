@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.core.pages import Pages
 from baton.engine.info import KERNELS
 from baton.engine.sampler import sample_rows
 from baton.engine.stop_points import NoStopPoints, StopPoints
@@ -105,6 +106,7 @@ class FakeEngine:
     """See the module's docstring; the contract is :class:`baton.ports.engine.Engine`."""
 
     kernels = KERNELS["fake"]
+    weight_pages: Pages | None = None
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.core.pages import Pages
 from baton.engine.native import abi
 from baton.engine.native.arenas import Arenas
 from baton.engine.packed import PackedWeights
@@ -47,6 +48,7 @@ class LlamaEngine:
         self.kernels = kernels
         self._library = library
         self._weights = PackedWeights(packed)
+        self.weight_pages: Pages | None = self._weights.pages()
         self._handle = self._make(threads or len(os.sched_getaffinity(0)))
         self._arenas = Arenas(layout)
         self._logits: NDArray[np.float32] = np.empty((0, info.vocab_size), np.float32)

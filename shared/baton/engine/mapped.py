@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-#: What one huge page holds on x86-64, and on arm64 with 4-KiB pages.
-EXTENT = 2 << 20
+from baton.core.pages import EXTENT, Pages, pages_at
+
 #: ``madvise`` value of Linux 5.14 and newer, which the mmap module does not name.
 _MADV_POPULATE_READ = 22
 #: A file counts as cached in huge pages with this share of it: its ends never are.
@@ -30,7 +30,7 @@ def map_file(path: Path) -> mmap.mmap:
         fd = file.fileno()
         found = _mapped(fd)
         size = len(found)
-        if size < 2 * EXTENT or huge_bytes(found) >= _ENOUGH * size:
+        if size < 2 * EXTENT or pages_of(found).huge_share >= _ENOUGH:
             return found
         # Pages can be dropped only while they are not mapped.
         found.close()
@@ -39,29 +39,17 @@ def map_file(path: Path) -> mmap.mmap:
         return _mapped(fd)
 
 
-def huge_bytes(mapping: mmap.mmap) -> int:
-    """Return how many bytes of a file's mapping are in huge pages."""
+def pages_of(mapping: mmap.mmap) -> Pages:
+    """Return how a file's mapping lies in memory."""
     start = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
-    return sum(size for first, size in _huge_maps() if start <= first < start + len(mapping))
-
-
-def _huge_maps() -> list[tuple[int, int]]:
-    """Return the start of each of this process's mappings, and its bytes in files' huge pages."""
-    found, first = [], 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        word, *rest = line.split()
-        if word == "FilePmdMapped:":
-            found.append((first, int(rest[0]) * 1024))
-        elif "-" in word and not word.endswith(":"):
-            first = int(word.partition("-")[0], 16)
-    return found
+    return pages_at(Path("/proc/self/smaps").read_text(), start, len(mapping))
 
 
 def _worth_it(fd: int, at: int) -> bool:
     """Read one extent again; return whether it came in a huge page."""
     os.posix_fadvise(fd, at, EXTENT, os.POSIX_FADV_DONTNEED)
     with _mapped(fd, at, EXTENT) as extent:
-        return huge_bytes(extent) == EXTENT
+        return pages_of(extent).huge_bytes == EXTENT
 
 
 def _mapped(fd: int, offset: int = 0, length: int = 0) -> mmap.mmap:

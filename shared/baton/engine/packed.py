@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.core.pages import Pages
 from baton.engine.info import ModelNotPrepared
-from baton.engine.mapped import map_file
+from baton.engine.mapped import map_file, pages_of
 from baton.ports.engine import ModelInfo
 
 #: Raise when packing changes: files of another version are made anew.
@@ -156,6 +157,10 @@ class PackedWeights:
     def place(self, name: str) -> int:
         """Return the address of a tensor."""
         return self._base + self.spec.tensors[name][0]
+
+    def pages(self) -> Pages:
+        """Return how the file lies in memory."""
+        return pages_of(self._map)
 
     def has(self, name: str) -> bool:
         """Whether the model has this tensor."""

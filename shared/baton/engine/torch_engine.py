@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from baton.core.pages import Pages
 from baton.engine.attention import ArenaView, AttentionStep, attending
 from baton.engine.compiled_attention import CompiledAttention
 from baton.engine.info import KERNELS
@@ -54,6 +55,8 @@ class _Told:
 
 class TorchEngine:
     """See :class:`baton.ports.engine.Engine` for the contract."""
+
+    weight_pages: Pages | None = None
 
     def __init__(
         self,

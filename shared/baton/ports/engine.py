@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.core.pages import Pages
 from baton.core.sampling import SamplingParams
 from baton.wire.messages import TokenLogprob
 
@@ -182,6 +183,8 @@ class Engine(Protocol):
     layout: KVLayout
     kernels: str
     """Name of the kernel set, part of the compatibility digest."""
+    weight_pages: Pages | None
+    """How the weights lay in memory when they were mapped; ``None``: they are no mapped file."""
 
     def attach(self, arena: str, blocks: memoryview) -> None:
         """Make ``blocks`` (writable, ``n_blocks * layout.block_bytes``) usable as ``arena``."""

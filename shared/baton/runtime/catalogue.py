@@ -85,6 +85,8 @@ SIDES = _values(("prefill", "decode"))
 WORKER_ROLES = _values(role.value for role in WorkerRole)
 #: A prefill worker computes the prompt, decode does, or decode goes on from what is there.
 PLACED = _values(("remote", "local", "reuse"))
+#: What a worker has mapped: the weights, and of decode its own arena.
+MAPPED = _values(("weights", "arena"))
 RESYNCS = _values(("gap", "too_many"))
 ERRORS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 2.0, 5.0)
 PATHS = _values(
@@ -218,6 +220,11 @@ _ALL = (
     _histogram("engine_step_rows", "Sequences in one step.", TOKENS[:9], kind=STEP_KINDS),
     _gauge("engine_threads", "Compute threads of this process."),
     _gauge("cores", "Cores this process may run on."),
+    _gauge(
+        "huge_pages_ratio",
+        "Share of a worker's weights or arena that lay in huge pages at its start: 0 to 1.",
+        memory=MAPPED,
+    ),
     # ledger and links
     _counter("ledger_calls_total", "Ledger transitions asked for.", op=OPS),
     _histogram("ledger_call_seconds", "From asking for a transition to its answer.", SHORT),

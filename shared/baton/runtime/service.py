@@ -119,6 +119,8 @@ class Service:
     """The transport is up and the lease held: open for business. Ready when it returns."""
     on_stop: Callable[[], Awaitable[None]] = _nothing
     """The lease is given back, links are still open; at most ``STOP_S``."""
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    """Those that the machine cannot know and that stay as they are from the start."""
     facts: Callable[[], Mapping[str, object]] = dict
     """More for ``baton status``: arena, addresses."""
 

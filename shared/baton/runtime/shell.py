@@ -190,6 +190,7 @@ class Shell:
             {
                 "engine_threads": self._placement.threads,
                 "cores": len(self._placement.cores or os.sched_getaffinity(0)),
+                **service.gauges,
             }
         )
         self._context = context

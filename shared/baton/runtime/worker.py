@@ -12,6 +12,7 @@ from pathlib import Path
 
 from baton.channel.keeping import KeeperLink
 from baton.channel.on_device import OnDevice
+from baton.core.pages import Pages
 from baton.engine.build import build_device, build_engine
 from baton.engine.fake import FakeKnobs
 from baton.engine.info import ModelNotPrepared, ModelRefused
@@ -100,6 +101,23 @@ def blocks_place(context: Context, model: ServedModel) -> OnDevice | None:
     return OnDevice(device, KeeperLink(context.run_dir))
 
 
+def huge_gauges(**mapped: Pages | None) -> dict[str, float]:
+    """Return the gauges that tell how much of what this worker has mapped lies in huge pages."""
+    known = {name: pages for name, pages in mapped.items() if pages is not None}
+    return {f"huge_pages_ratio:{name}": pages.huge_share for name, pages in known.items()}
+
+
+def weight_facts(engine: Engine) -> dict[str, object] | None:
+    """Return what ``baton status`` tells of the weights; ``None`` where they are no mapped file."""
+    pages = engine.weight_pages
+    return None if pages is None else {"bytes": pages.total_bytes, "huge_share": share_of(pages)}
+
+
+def share_of(pages: Pages | None) -> float | None:
+    """Return the share in huge pages as logs and ``baton status`` show it."""
+    return None if pages is None else round(pages.huge_share, 3)
+
+
 def _load(config: Config, model: ServedModel, log: FilteringBoundLogger) -> Loaded:
     fake, clock = config.fake, BootClock()
     began = clock.now()
@@ -127,6 +145,7 @@ def _load(config: Config, model: ServedModel, log: FilteringBoundLogger) -> Load
         dtype=model.layout.dtype,
         kernels=engine.kernels,
         kernels_note=model.kernels.note,
+        huge_share=share_of(engine.weight_pages),
         seconds=round(clock.now() - began, 3),
     )
     return Loaded(model, engine)
