@@ -5,36 +5,17 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from baton.core.limits import Limits
 from baton.gateway.server import HttpServer
 from baton.ports.driving import EXIT_RESTART
 from baton.runtime.settings import GatewayConfig
-from support.gateway_cluster import DECODE, GatewayCluster, Script
+from support.gateway_cluster import CHAT, DECODE, GatewayCluster, Script
 from support.sse_events import joined, parse
-
-CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayCluster]:
-    limits = Limits(keepalive_ms=300)
-    with GatewayCluster(tmp_path_factory.mktemp("gateway"), limits=limits) as running:
-        yield running
-
-
-@pytest.fixture
-def cluster(shared: GatewayCluster) -> GatewayCluster:
-    """The shared gateway with its script as new."""
-    shared.script = Script()
-    shared.works.clear()
-    return shared
 
 
 def test_tokenize_agrees_with_usage(cluster: GatewayCluster) -> None:

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from baton.core.limits import Limits
 from baton.core.outcomes import Ending, FinishReason, Reason
-from support.gateway_cluster import GatewayCluster, Script, prompt_ids
+from support.gateway_cluster import CHAT, GatewayCluster, Script, prompt_ids
 from support.sse_events import joined, parse, sse
 
-CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = "Grüße 你好 👩‍👩‍👧 end"
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayCluster]:
-    limits = Limits(keepalive_ms=300)
-    with GatewayCluster(tmp_path_factory.mktemp("gateway"), limits=limits) as running:
-        yield running
-
-
-@pytest.fixture
-def cluster(shared: GatewayCluster) -> GatewayCluster:
-    """The shared gateway with its script as new."""
-    shared.script = Script()
-    shared.works.clear()
-    return shared
 
 
 def client(cluster: GatewayCluster, **values: Any) -> openai.OpenAI:

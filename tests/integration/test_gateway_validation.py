@@ -12,9 +12,8 @@ import httpx
 import pytest
 
 from baton.core.limits import Limits
-from support.gateway_cluster import GatewayCluster
+from support.gateway_cluster import CHAT, GatewayCluster
 
-CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 CONTEXT = 8192
 
 

@@ -80,6 +80,8 @@ ROUTER = Peer("router-0", 21)
 PREFILL = Peer("prefill-0", 31)
 DECODE = Peer("decode-0", 41)
 DEADLINE_S = 10.0
+#: The smallest request of a chat.
+CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def member(peer: Peer, role: Role) -> Member:

@@ -8,25 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from baton.runtime.starvation import look_at
-from support.runtime_rig import Process, Rig, started_rig
+from support.runtime_rig import Process, Rig
 
 #: Short leases, so that a frozen worker is dealt with soon.
 SHORT = {"BATON_LIMITS_LEASE_TTL_MS": "1000", "BATON_LIMITS_LEASE_RENEW_MS": "250"}
 LEASE_S = 1.0
 ENDS_WITHIN_S = 5.0
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    """One ledger a test."""
-    with started_rig() as made:
-        yield made
 
 
 def children(pid: int) -> dict[int, str]:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import orjson
 import pytest
@@ -21,14 +20,7 @@ from baton.ports.transport import PeerUp, Received, TransportEvent
 from baton.transport import host
 from baton.transport.zmq_transport import ZmqTransport
 from baton.wire.messages import ReadReport, Report
-from support.runtime_rig import PATIENCE_S, Process, Rig, started_rig
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    """One ledger a test."""
-    with started_rig() as made:
-        yield made
+from support.runtime_rig import PATIENCE_S, Process, Rig
 
 
 async def reports(rig: Rig, worker_id: str, *kinds: str) -> dict[str, bytes]:
