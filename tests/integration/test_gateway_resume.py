@@ -341,6 +341,24 @@ def test_the_later_of_two_readers_wins(first: GatewayCluster) -> None:
     assert all(b"[DONE]" not in event for event in rest)
 
 
+def test_asking_for_the_head_takes_no_answer_from_its_reader(
+    first: GatewayCluster, second: GatewayCluster
+) -> None:
+    """A HEAD tells its client nothing of the answer, so it must not cost another one its own."""
+    first.script.step_s = 0.02
+    with open_stream(first, CHAT) as response:
+        token = response.headers["x-baton-resume-token"]
+        events = read_events(response, 3)
+        for cluster in (first, second):
+            answer = cluster.http.head(f"/v1/requests/{token}/events")
+            assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+            answer = cluster.http.head(f"/v1/requests/{token}")
+            assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE")
+        rest = split(response.read())
+    assert text_of(events + rest) == TEXT
+    assert rest[-1].endswith(b"data: [DONE]\n\n")
+
+
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_readers_that_come_in_one_turn_all_get_the_answer(
     first: GatewayCluster, second: GatewayCluster, where: str
@@ -534,6 +552,17 @@ def test_a_repeated_post_gets_the_same_answer(
         again = cluster.http.post("/v1/chat/completions", json=body, headers=headers)
         assert again.content == answer.content
     assert len(first.works) + len(second.works) == 1
+
+
+def test_a_whole_answer_has_no_events(first: GatewayCluster) -> None:
+    """Asking for them says what to do instead, and the answer stays where it is."""
+    body, headers = {**CHAT, "stream": False}, {"Idempotency-Key": "k-7"}
+    answer = first.http.post("/v1/chat/completions", json=body, headers=headers)
+    refused = resumed(first, answer.headers["x-baton-resume-token"])
+    assert refused.status_code == 409
+    assert refused.json()["error"]["code"] == "not_a_stream"
+    again = first.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert again.content == answer.content
 
 
 def test_a_repeated_post_joins_the_running_request(first: GatewayCluster) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.core.outcomes import Reason
 from baton.gateway import sse
 from baton.gateway.asgi import Request, watched
-from baton.gateway.errors import ApiError, resumed_elsewhere
+from baton.gateway.errors import resumed_elsewhere
 from baton.gateway.generation import ClientLeft
 from baton.gateway.recipe import Recipe
 from baton.gateway.serving import Serving
@@ -39,15 +39,7 @@ async def _whole(request: Request, telling: Telling) -> None:
 async def events(serving: Serving, request: Request, token: str) -> None:
     """GET: the events after ``Last-Event-ID``, and all that follow."""
     last = request.headers.get(b"last-event-id", b"").decode("latin-1").strip()
-    telling = await resume(serving, token, request.owner, last)
-    if not telling.recipe.wish.stream:
-        telling.generation.stream.leave(Reason.CLIENT_DISCONNECTED)
-        raise ApiError(
-            409,
-            "this request is no stream: repeat it with its 'Idempotency-Key' instead",
-            "resume_token",
-            "not_a_stream",
-        )
+    telling = await resume(serving, token, request.owner, last, stream_only=True)
     await sse.stream(request, telling, serving.limits)
 
 

@@ -117,7 +117,8 @@ class App:
         """What a resume token names: its events, or the request itself, to be cancelled."""
         request.route = "requests"
         if rest.endswith(_EVENTS):
-            _check_method(request, "GET")
+            # A HEAD would take the answer from whoever reads it, and tell its own client nothing.
+            _check_method(request, "GET", head=False)
             await answering.events(self._serving, request, rest.removesuffix(_EVENTS))
         else:
             _check_method(request, "DELETE")
@@ -228,8 +229,10 @@ async def _deny(error: ApiError, send: Send) -> None:
     await send({"type": "websocket.http.response.body", "body": error.body()})
 
 
-def _check_method(request: Request, method: str) -> None:
-    if request.method == method or (method == "GET" and request.method == "HEAD"):
+def _check_method(request: Request, method: str, *, head: bool = True) -> None:
+    """Raise unless the request has that method; ``head``: asking for a GET's head changes nothing,
+    so it is answered as one."""
+    if request.method == method or (head and method == "GET" and request.method == "HEAD"):
         return
     raise ApiError(
         405,

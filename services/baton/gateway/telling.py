@@ -169,20 +169,30 @@ async def begin(
     return _ready(serving, ready, secret, "", traceparent)
 
 
-async def resume(serving: Serving, token: str, owner: str, last_event_id: str) -> Telling:
-    """Go on telling what ``token`` resumes, after the event that the client had last.
+async def resume(
+    serving: Serving, token: str, owner: str, last_event_id: str, *, stream_only: bool = False
+) -> Telling:
+    """Go on telling what ``token`` resumes, after the event that the client had last;
+    ``stream_only``: if it was asked for as a stream.
 
     Raises:
-        ApiError: there is nothing to resume, or not for this client.
+        ApiError: there is nothing to resume, or not for this client or in this way. Who reads it
+            goes on reading.
     """
     resumable_id, secret = read_token(token)
     event = ResumeWanted(secrets.token_hex(16), resumable_id, digest(secret), owner)
     ready = await serving.exchange.claim(Claim(event.claim, event))
-    return _ready(serving, ready, secret, last_event_id, "")
+    return _ready(serving, ready, secret, last_event_id, "", stream_only=stream_only)
 
 
 def _ready(
-    serving: Serving, ready: Ready | NotResumed, secret: str, last_event_id: str, traceparent: str
+    serving: Serving,
+    ready: Ready | NotResumed,
+    secret: str,
+    last_event_id: str,
+    traceparent: str,
+    *,
+    stream_only: bool = False,
 ) -> Telling:
     if isinstance(ready, NotResumed):
         raise _refusal(ready)
@@ -194,6 +204,8 @@ def _ready(
     try:
         if recipe is None or recipe.compat != serving.compat:
             raise _lost()
+        if stream_only and not recipe.wish.stream:
+            raise _no_stream()
         after = read_position(last_event_id, recipe.choices) if last_event_id else None
     except ApiError:
         exchange.unread(ready.resumable_id)
@@ -254,6 +266,15 @@ def _lost() -> ApiError:
         "resume_token",
         "resume_lost",
         admitted=True,
+    )
+
+
+def _no_stream() -> ApiError:
+    return ApiError(
+        409,
+        "this request is no stream: repeat it with its 'Idempotency-Key' instead",
+        "resume_token",
+        "not_a_stream",
     )
 
 
