@@ -296,7 +296,7 @@ class Conversation:
             placed: 5,
             FenceRequest(request_id, epoch + 1): 1,
             failed: 3,
-            RequestRefused(request_id, refusal, "no"): 1,
+            RequestRefused(request_id, refusal, "no", epoch=epoch * session.fenced): 1,
             RequestResumed(request_id, session.turn + (1 << TURN_BITS)): 1,
         }
         message = self.chance.choices(list(says), list(says.values()))[0]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.core.ids import Peer, Role
 from baton.core.outcomes import Ending, FinishReason, Reason
+from baton.gateway.errors import of_outcome
 from baton.gateway.vocabulary import End
 from baton.ports.transport import PeerLost
 from baton.wire.messages import FenceRequest, RequestPlaced, RequestRefused, SubmitRequest
@@ -69,6 +72,34 @@ def test_refusal_reaches_the_client_with_its_retry_time() -> None:
     end = only(out, End)
     assert end.outcome.reason is Reason.OVERLOADED
     assert end.retry_after_ms == 700
+
+
+def test_what_was_placed_and_never_taken_in_is_refused_with_its_retry_time() -> None:
+    """Its router says up to which attempt; the client may come again, as if it had only waited."""
+    talk = Talk()
+    talk.submit()
+    talk.place()
+    talk.hear(R0, FenceRequest("r", 2))
+    out = talk.hear(R0, RequestRefused("r", Reason.OVERLOADED, "full", 700, 2))
+    end = only(out, End)
+    assert (end.outcome.ending, end.outcome.reason) == (Ending.REFUSED, Reason.OVERLOADED)
+    assert end.retry_after_ms == 700
+    assert of_outcome(end.outcome, end.retry_after_ms).status == 429
+
+
+@pytest.mark.parametrize("seen", ["a later attempt", "an id"])
+def test_what_its_router_knows_too_little_of_is_not_refused(seen: str) -> None:
+    """An attempt that the router has not heard of, or an id at the client, is worth more than its
+    word: it is submitted once more, as one that has begun."""
+    talk = Talk()
+    talk.submit()
+    talk.place(epoch=2 if seen == "a later attempt" else 1)
+    if seen == "an id":
+        talk.tokens(D0, 0, [1])
+    out = talk.hear(R0, RequestRefused("r", Reason.OVERLOADED, "full", 700, 1))
+    assert not talk.ends
+    ((_, again),) = sent(out, SubmitRequest)
+    assert again.begun and again.held == len(talk.delivered)
 
 
 def test_refusal_after_a_resubmission_by_the_wrong_router_is_ignored() -> None:

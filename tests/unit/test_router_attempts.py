@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.events import DrainRequested
 from baton.core.ids import Member, Peer, Role
 from baton.core.outcomes import Ending, Outcome, Reason
-from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Send
+from baton.ports.driving import CallLedger, LedgerAnswered, Send
 from baton.ports.ledger import Done, PlaceRequest, RetryRequest, Unavailable
 from baton.ports.transport import PeerLost, PeerUp, Received
 from baton.wire.messages import (
@@ -19,6 +18,7 @@ from baton.wire.messages import (
     RequestEnded,
     RequestFailed,
     RequestFenced,
+    RequestRefused,
     ReserveDecode,
     WorkerStatus,
     WorkFailed,
@@ -67,7 +67,7 @@ def test_a_refused_placement_is_no_failure() -> None:
 
 def test_placements_that_are_refused_again_and_again_slow_down() -> None:
     """Each costs an epoch: a worker that refuses for a minute gets tens of them, not hundreds."""
-    play = Router(workers=(D,))
+    play = Router(workers=(D,), queue_deadline_ms=90_000)
     play.place(spec(), prefill=None)
     began, epoch = play.now, 1
     while play.now < began + 60.0:
@@ -81,6 +81,62 @@ def test_placements_that_are_refused_again_and_again_slow_down() -> None:
         assert len(said) == 1 and call(PlaceRequest, epoch=epoch).matches(said[0])
         play.counted("r", prefill=None, epoch=epoch)
     assert epoch < 100
+
+
+def refused_for(play: Router, seconds: float, reason: Reason = Reason.NO_BLOCKS) -> int:
+    """Let decode refuse each placement of ``r`` for so long; return the epoch of the next one,
+    which waits to be placed."""
+    until, epoch = play.now + seconds, 1
+    while True:
+        play.do_hear(D, WorkRefused("r", epoch, reason))
+        epoch += 1
+        play.retried(epoch=epoch)
+        play.ready(D)
+        if play.now + 0.9 > until:
+            return epoch
+        play.wait(0.9)
+        play.counted("r", prefill=None, epoch=epoch)
+
+
+def test_what_no_worker_takes_in_is_refused_in_time() -> None:
+    """Decode has the last word on memory: who is placed again and again has no more than who
+    waits, and its client may come again just as soon."""
+    play = Router(workers=(D,), queue_deadline_ms=10_000)
+    play.place(spec(), prefill=None)
+    epoch = refused_for(play, 9.5)
+    play.ready(D, free=0)
+    said = play.wait(3.0)
+    assert len(said) == 1
+    refused = sent(G, RequestRefused, reason=Reason.OVERLOADED, epoch=epoch)
+    assert refused.matches(said[0])
+    assert play.messages(RequestRefused)[-1].retry_after_ms >= 1_000
+
+
+def test_what_a_worker_may_still_take_in_is_not_refused() -> None:
+    """Its answer, or what the gateway holds, is waited for; then the time counts again."""
+    play = Router(workers=(D,), queue_deadline_ms=10_000)
+    play.place(spec(), prefill=None)
+    assert play.wait(11.0) == []
+    play.hear(D, WorkRefused("r", 1, Reason.NO_BLOCKS), *cancels(D), FENCE)
+    assert play.wait(1.0) == []
+    play.fenced(call(RetryRequest, epoch=1))
+    said = play.wait(0.1)
+    assert len(said) == 1 and sent(G, RequestRefused, reason=Reason.OVERLOADED, epoch=2).matches(
+        said[0]
+    )
+
+
+@pytest.mark.parametrize("how", ["reserved", "tokens"])
+def test_what_a_worker_had_taken_in_waits_for_memory_as_long_as_it_may(how: str) -> None:
+    """Something of it was computed: it is put back for older ones, and refused to nobody."""
+    play = Router(workers=(D,), queue_deadline_ms=10_000)
+    play.place(spec(), prefill=None)
+    if how == "reserved":
+        play.hear(D, DecodeReserved("r", 1, 0))
+    play.failed(D, Reason.NO_BLOCKS, *cancels(D), FENCE)
+    play.ready(D, free=0)
+    play.retried(output=ids(50) if how == "tokens" else b"")
+    assert play.wait(60.0) == []
 
 
 def test_a_worker_that_refuses_is_left_alone_while_there_is_another() -> None:
@@ -224,25 +280,26 @@ def test_a_verdict_counts_at_a_gateway_that_was_fenced(phase: str) -> None:
     assert len(said) == 1 and sent(G, RequestFailed, epoch=2).matches(said[0])
 
 
-def test_what_was_placed_before_is_failed_and_not_refused() -> None:
-    """A refusal says that nothing was computed: the gateway does not take it for a running one."""
+def test_what_ran_before_is_failed_and_not_refused() -> None:
+    """A refusal says that nothing was computed, and its client has a part of the answer."""
     play = Router(workers=(D,))
     play.place(spec(), prefill=None)
     play.failed(D, Reason.NO_BLOCKS, *cancels(D), FENCE)
-    play.ready(D, free=0)
-    play.retried(output=ids(50))
-    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.DRAINING)
-    play.feed(DrainRequested(), sent(G, RequestFailed, epoch=2, outcome=outcome))
-    play.hear(G, RequestEnded("r", 2, Outcome(Ending.FAILED)), Exit(0, "drained"))
+    play.retried(PLACED_AGAIN, output=ids(50))
+    play.counted("r", prefill=None, epoch=2)
+    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.TOO_LONG)
+    refused = WorkRefused("r", 2, Reason.TOO_LONG, "arena")
+    failed = sent(G, RequestFailed, epoch=2, outcome=outcome)
+    play.hear(D, refused, *cancels(D, epoch=2), failed)
 
 
 def test_a_request_decode_calls_too_long_ends_with_that_reason() -> None:
-    """It is placed already, so it fails; it is not tried elsewhere for ever."""
+    """It is not tried elsewhere for ever; nothing was computed, so it is refused."""
     play = Router()
     play.place(spec())
-    outcome = Like(Outcome, ending=Ending.FAILED, reason=Reason.TOO_LONG)
     refused = WorkRefused("r", 1, Reason.TOO_LONG, "arena")
-    play.hear(D, refused, *cancels(D, P), sent(G, RequestFailed, epoch=1, outcome=outcome))
+    told = sent(G, RequestRefused, epoch=1, reason=Reason.TOO_LONG, retry_after_ms=0)
+    play.hear(D, refused, *cancels(D, P), told)
 
 
 def test_a_request_expires() -> None:

@@ -27,6 +27,7 @@ from baton.wire.messages import (
     PoolStatus,
     RequestEnded,
     RequestFailed,
+    RequestMoved,
     RequestPlaced,
     RequestRefused,
     WorkAsked,
@@ -397,6 +398,19 @@ def test_a_drain_refuses_what_was_not_placed_and_waits_for_the_rest() -> None:
     play.hear(G, RequestEnded("a", 1, CANCELLED))
     play.hear(G, RequestEnded("r", 1, COMPLETED), Exit(0, "drained"))
     play.feed(DrainRequested())
+
+
+def test_a_drain_leaves_what_waits_for_its_next_attempt_to_another_router() -> None:
+    """It ran, and was put back for want of memory: whoever takes it over goes on with it."""
+    play = Router(workers=(D,))
+    play.place(spec("r"), prefill=None)
+    play.hear(D, DecodeReserved("r", 1, 0))
+    play.failed(D, Reason.NO_BLOCKS, *cancels(D), FENCE)
+    play.ready(D, free=0)
+    play.retried()
+    refused = sent(G, RequestRefused, request_id="r", reason=Reason.DRAINING, epoch=2)
+    play.feed(DrainRequested(), refused)
+    play.hear(G, RequestMoved("r", 2), Exit(0, "drained"))
 
 
 def test_a_drain_ends_in_time() -> None:

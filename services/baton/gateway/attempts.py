@@ -99,7 +99,7 @@ class Attempts:
         """Take what a router says of one request: only the word of its current one counts."""
         session = self.state.sessions.get(message.request_id)
         if session is None:
-            epoch = 1 if isinstance(message, RequestRefused) else message.epoch
+            epoch = max(1, message.epoch)
             return self.over(event.peer, message.request_id, epoch)
         if event.peer != session.router:
             return self._moved(session, event.peer)
@@ -215,7 +215,9 @@ class Attempts:
         self, session: Session, peer: Peer, message: RequestRefused, now: float
     ) -> list[Command]:
         leaving = message.reason is Reason.DRAINING and not self.state.stopping
-        if leaving or session.phase is Phase.RUNNING:
+        # It knows of less than has happened, or its client has a part of the answer.
+        overtaken = session.phase is Phase.RUNNING and message.epoch < session.epoch
+        if leaving or overtaken or session.ids:
             # Another one takes it, or its successor; this one is to forget it.
             if leaving:
                 self.state.links.leaving(peer)

@@ -33,7 +33,7 @@ class Adoption:
         entry.decode, entry.prefill = message.decode, message.prefill
         entry.base, entry.decode_lost = message.base, message.decode_lost
         entry.held = message.held
-        entry.placed_once = message.begun
+        entry.placed_once = entry.taken_in = message.begun
         known = placement.largest_tokens() and not self.state.starting(now)
         entry.unmeasured = not (message.begun and known)
         entry.ledger_since = now
@@ -56,7 +56,7 @@ class Adoption:
         lost = entry.decode_lost and entry.decode == reply.decode
         entry.decode, entry.prefill = reply.decode, reply.prefill
         entry.phase = Phase.PLACED
-        entry.placed_once = True
+        entry.placed_once = entry.taken_in = True
         if lost and reply.decode not in self.state.placement.workers:
             self.attempts.recover(entry, now)
             return

@@ -409,6 +409,7 @@ class Attempts:
         if message.epoch > entry.epoch + 1:
             # It was fenced by somebody whose retry the ledger never saw: go on from there.
             entry.epoch = message.epoch - 1
+        entry.taken_in |= bool(message.output)
         if not self.blames.fenced(entry, message.output, now):
             return
         entry.phase = Phase.RETRYING
@@ -419,7 +420,7 @@ class Attempts:
         """Decode has its blocks: the placement was right."""
         entry = self._placed_entry(message.request_id, message.epoch)
         if entry is not None and entry.decode == peer:
-            entry.reserved = True
+            entry.reserved = entry.taken_in = True
             entry.refusals = 0
             self.moves.settled(entry)
             self.forecasts.reserved(entry, message.cached_tokens)

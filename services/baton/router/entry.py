@@ -89,6 +89,8 @@ class Entry:
     unmeasured: bool = False
     """Taken in before the arenas were known that would hold it, or not."""
     placed_once: bool = False
+    taken_in: bool = False
+    """A decode worker had blocks for it, or may have had under another router."""
     recovering_since: float | None = None
     not_before: float = 0.0
     bypassed: int = 0

@@ -65,6 +65,8 @@ Event = (
 )
 
 TICK_S = 0.05
+#: Somebody is about to say whether a worker has taken it in, or its client has a part of it.
+_ASKING = frozenset({Phase.ADOPTING, Phase.PLACED, Phase.FENCING})
 
 
 class RouterMachine:
@@ -386,9 +388,9 @@ class RouterMachine:
             self.verdicts.cancel_work(entry, Reason.WORKER_LOST)
             text = "its worker was lost and no other could take over"
             self.verdicts.give_up(entry, now, Reason.WORKER_LOST, text)
-        elif entry.placed_once or entry.phase is Phase.ADOPTING:
+        elif entry.taken_in or entry.phase in _ASKING:
             pass
-        elif self._nobody_for(age_ms / 1000, now):
+        elif since is None and self._nobody_for(age_ms / 1000, now):
             self.verdicts.refuse(entry, now, Reason.NO_DECODE_WORKER, "no decode worker is up")
         elif age_ms > limits.queue_deadline_ms:
             self.verdicts.refuse(entry, now, Reason.OVERLOADED, "it waited too long for a place")

@@ -32,14 +32,16 @@ class Verdicts:
     def refuse(self, entry: Entry, now: float, reason: Reason, text: str) -> None:
         """Nothing was computed, and nothing will be: the client may come again.
 
-        What the gateway takes for running (it was placed or fenced before) can only fail."""
-        if entry.begun:
+        What a worker has taken in can only fail, or go on with another router if this one leaves.
+        """
+        if entry.taken_in and reason is not Reason.DRAINING:
             self.give_up(entry, now, reason, text)
             return
         self.state.measure("requests_refused_total", reason=reason)
         self.state.note("refused", entry, reason=reason, message=text)
         retry_after_ms = self.state.retry_after_ms(reason)
-        verdict = RequestRefused(entry.spec.request_id, reason, text, retry_after_ms)
+        epoch = self._fence(entry) if entry.begun else 0
+        verdict = RequestRefused(entry.spec.request_id, reason, text, retry_after_ms, epoch)
         self._close(entry, verdict, now)
 
     def give_up(
@@ -52,9 +54,12 @@ class Verdicts:
     ) -> None:
         self.state.note("given_up", entry, level="warning", reason=reason, message=text)
         outcome = Outcome(ending, reason=reason, message=text)
-        # A gateway that was fenced refuses what is below its fence, verdicts too.
-        epoch = entry.epoch + (entry.phase in (Phase.FENCING, Phase.RETRYING))
-        self._close(entry, RequestFailed(entry.spec.request_id, epoch, outcome), now)
+        self._close(entry, RequestFailed(entry.spec.request_id, self._fence(entry), outcome), now)
+
+    def _fence(self, entry: Entry) -> int:
+        """Return the epoch that its gateway may have been fenced at: what is below, it refuses,
+        verdicts too."""
+        return entry.epoch + (entry.phase in (Phase.FENCING, Phase.RETRYING))
 
     def _close(self, entry: Entry, verdict: RequestRefused | RequestFailed, now: float) -> None:
         """Kept until the gateway says how it ended, so that a repeated submit starts nothing; at
@@ -70,7 +75,7 @@ class Verdicts:
     def ended_already(self, entry: Entry, now: float, epoch: int, outcome: Outcome) -> None:
         """The ledger knows its end, by whoever found its gateway away: that gateway must hear."""
         self.state.note("already_ended", entry, ending=outcome.ending)
-        epoch = max(epoch, entry.epoch + (entry.phase in (Phase.FENCING, Phase.RETRYING)))
+        epoch = max(epoch, self._fence(entry))
         self._close(entry, RequestFailed(entry.spec.request_id, epoch, outcome), now)
 
     def ended(self, gateway: Peer, message: RequestEnded) -> None:

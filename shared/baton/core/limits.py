@@ -42,7 +42,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_deadline_ms: int = 600_000
     """A request older than this ends as ``expired``."""
     queue_deadline_ms: int = 60_000
-    """A request that waits longer than this for its first placement is refused."""
+    """A request that no decode worker has taken in by then is refused as ``overloaded``, however
+    often it was placed; once one had blocks for it, only its deadline counts."""
     bypass_max: int = 16
     """Requests that may be placed before one that waits for memory; then it is next."""
     prefix_index_blocks_max: int = 262_144

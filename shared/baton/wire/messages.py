@@ -146,12 +146,16 @@ class RequestPlaced(Message, frozen=True):
 
 
 class RequestRefused(Message, frozen=True):
-    """router -> gateway: nothing was and nothing will be computed for it."""
+    """router -> gateway: nothing was and nothing will be computed for it; from one that leaves
+    (``Reason.DRAINING``): not by me."""
 
     request_id: RequestId
     reason: Reason
     message: str
     retry_after_ms: Milliseconds = 0
+    epoch: Epoch = 0
+    """It was placed, and no worker took it in: what the gateway has heard of attempts up to this
+    one is over. 0: nobody was placed."""
 
 
 class RequestFailed(Message, frozen=True):
