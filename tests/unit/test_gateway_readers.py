@@ -266,6 +266,24 @@ def test_what_two_are_to_submit_is_begun_once() -> None:
     assert list(play.machine.state.sessions) == ["c"]
 
 
+def test_who_submits_late_hears_why_the_request_failed() -> None:
+    """One choice failed and ended the other: whichever the reader submits first, it is told the
+    cause, not that there is one."""
+    play = Gateway()
+    names = ("c-0", "c-1")
+    play.do(wanted(choices=names))
+    play.answered(given(0, requests=names), Like(Ready, claim="c", submit=True))
+    play.do(CLAIM)
+    play.do(LedgerAnswered(play.op(ClaimResumable), given(2, requests=names)))
+    for name in names:
+        play.do(Submitted(spec(name), "c"))
+    router = play.machine.state.sessions["c-1"].router
+    lost = Outcome(Ending.FAILED, reason=Reason.WORKER_LOST, message="decode is gone")
+    play.do(Received(router, RequestFailed("c-1", 1, lost)))
+    for name in names:
+        play.feed(Submitted(spec(name), "c"), End(name, lost))
+
+
 @pytest.mark.parametrize("turn", [0, 1])
 def test_what_is_never_submitted_is_gone_after_its_window(turn: int) -> None:
     """Nobody said that its client had left; an opened one is over, a claimed one may be claimed."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from baton.core.ids import Peer
-from baton.core.outcomes import Ending, FinishReason, Outcome
+from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
 from baton.gateway.session import TURN_BITS, Session
 from baton.gateway.vocabulary import Command, Deliver, End
 from baton.ports.ledger import CloseResumable, Closing, RestoreResumable
@@ -18,6 +18,10 @@ from baton.wire.messages import RequestSpec, TokenLogprob
 
 CLAIMS_MAX = 2**31
 
+#: How a choice ends because another one did not succeed: there is no way to say that of one alone.
+ANOTHER_FAILED = Outcome(
+    Ending.CANCELLED, reason=Reason.INTERNAL, message="another choice of the request failed"
+)
 _BROKEN = frozenset({Ending.FAILED, Ending.EXPIRED})
 
 
@@ -89,7 +93,15 @@ class Kept:
             ids = tuple(memoryview(answer.ids).cast("I"))
             rest = answer.logprobs, answer.finish, answer.cached_tokens
             commands.append(Deliver(choice, 0, ids, *rest))
-        return [*commands, End(choice, answer.outcome)]
+        return [*commands, End(choice, self._told(answer.outcome))]
+
+    def _told(self, outcome: Outcome) -> Outcome:
+        """Return what a reader hears of ``outcome``: if another choice was to blame, why that one
+        failed, whichever of them the reader asks for first."""
+        if outcome != ANOTHER_FAILED:
+            return outcome
+        causes = (each.outcome for each in self.answers.values() if each.outcome != outcome)
+        return next((each for each in causes if each.ending is not Ending.COMPLETED), outcome)
 
     def restored(self, me: Peer, life_ms: int) -> RestoreResumable:
         """Return what makes its record in a ledger that has lost it."""

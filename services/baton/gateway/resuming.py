@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from baton.core.outcomes import Ending, Outcome, Reason
 from baton.gateway.attempts import Attempts
-from baton.gateway.kept import CLAIMS_MAX, Answer, Kept, answer_of
+from baton.gateway.kept import ANOTHER_FAILED, CLAIMS_MAX, Answer, Kept, answer_of
 from baton.gateway.session import Session
 from baton.gateway.state import State, measure_end
 from baton.gateway.timers import Timers
@@ -59,9 +59,6 @@ _OVER = Outcome(
 )
 _NO_LEDGER = Outcome(
     Ending.REFUSED, reason=Reason.LEDGER_UNAVAILABLE, message="the ledger cannot be reached"
-)
-_ANOTHER_FAILED = Outcome(
-    Ending.CANCELLED, reason=Reason.INTERNAL, message="another choice of the request failed"
 )
 #: Requests that are resumed are taken in until there are so many times ``resumables_max``.
 HERE_AGAIN = 2
@@ -283,7 +280,9 @@ class Resuming:
             for choice in kept.choices
             for command in kept.tell(choice, self.state.session_of(choice))
         ]
-        commands = [*sorted(told, key=_telling_order), *self._attend(kept)]
+        # All that there is comes before an end.
+        told.sort(key=lambda command: isinstance(command, End))
+        commands = [*told, *self._attend(kept)]
         if kept.closing is None:
             if kept.ended and kept.awaited:
                 self._due.set(kept.resumable_id, now + kept.window_ms / 1000)
@@ -452,8 +451,7 @@ class Resuming:
         kept.answers[session.name] = answer_of(session, outcome)
         commands: list[Command] = []
         if outcome.ending not in (Ending.COMPLETED, Ending.CANCELLED):
-            # There is no way to say it of one choice alone.
-            commands += self._end_sessions(kept, _ANOTHER_FAILED, now)
+            commands += self._end_sessions(kept, ANOTHER_FAILED, now)
         if kept.ended and kept.closing is None:
             commands += self._close(kept, now)
         return commands
@@ -629,13 +627,6 @@ class Resuming:
     def _sessions(self, kept: Kept) -> list[Session]:
         sessions = (self.state.session_of(choice) for choice in kept.choices)
         return [session for session in sessions if session is not None]
-
-
-def _telling_order(command: Command) -> int:
-    """All that there is comes before an end, and why the request failed before what that ended."""
-    if not isinstance(command, End):
-        return 0
-    return 2 if command.outcome == _ANOTHER_FAILED else 1
 
 
 def _note(event: str, kept: Kept, **fields: object) -> Note:
