@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from baton.core.outcomes import Ending
+from baton.gateway.keeping import Keeping
 from baton.gateway.kept import Kept
+from baton.gateway.remaking import Remaking
 from baton.gateway.resuming import Resuming
 from sim.conversations import ME, Conversation
 
@@ -106,7 +108,7 @@ def begun_though_it_is_complete(patch: Patch) -> None:
         if kept is None or kept.closing is not None or choice not in kept.answers:
             return submitted(self, event, refusal, now)
         kept.specs[choice] = event.spec
-        return self.attempts.begin(self._session(kept, choice, now), now)
+        return self.attempts.begin(self.keeping.session(kept, choice, now), now)
 
     patch.setattr(Resuming, "submitted", mutant)
 
@@ -124,33 +126,33 @@ def begun_by_each_who_submits(patch: Patch) -> None:
 
 
 def made_again_though_a_part_is_told(patch: Patch) -> None:
-    lost = Resuming.lost
+    lost = Remaking.lost
 
-    def mutant(self: Resuming, session: Any, now: float) -> Any:
+    def mutant(self: Remaking, session: Any, now: float) -> Any:
         kept = self.state.kept[session.kept]
         kept.answers.clear()
-        for each in self._sessions(kept):
+        for each in self.keeping.sessions(kept):
             del each.ids[:]
         return lost(self, session, now)
 
-    patch.setattr(Resuming, "lost", mutant)
+    patch.setattr(Remaking, "lost", mutant)
 
 
 def told_from_the_first_id_at_each_claim(patch: Patch) -> None:
     ready = Resuming._ready
 
     def mutant(self: Resuming, claim: str, kept: Any, way: str, now: float, **how: Any) -> Any:
-        told = [] if how["submit"] or kept.ended else self._tell(kept, now)
+        told = [] if how["submit"] or kept.ended else self.keeping.tell(kept, now)
         return [*told, *ready(self, claim, kept, way, now, **how)]
 
     patch.setattr(Resuming, "_ready", mutant)
 
 
 def nobody_looks_at_what_is_not_submitted(patch: Patch) -> None:
-    def mutant(self: Resuming, kept: Any, now: float) -> Any:
+    def mutant(self: Keeping, kept: Any, now: float) -> Any:
         return []
 
-    patch.setattr(Resuming, "_unsubmitted", mutant)
+    patch.setattr(Keeping, "unsubmitted", mutant)
 
 
 @dataclass(frozen=True)

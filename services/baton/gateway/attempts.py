@@ -208,7 +208,7 @@ class Attempts:
         if message.epoch < session.epoch:
             return [Measure("stale_messages_total", labels={"kind": "epoch"})]
         if message.outcome.ending in _WITHOUT_IDS and session.kept:
-            return self.state.resuming.lost(session, now)
+            return self.state.remaking.lost(session, now)
         return self.state.end(session, message.outcome, now)
 
     def _refused(

@@ -21,7 +21,9 @@ from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
 from baton.gateway.attempts import Attempts
 from baton.gateway.delivery import Delivery
 from baton.gateway.endings import Endings
+from baton.gateway.keeping import Keeping
 from baton.gateway.links import Links, Mode
+from baton.gateway.remaking import Remaking
 from baton.gateway.reports import Reports
 from baton.gateway.resuming import Resuming
 from baton.gateway.session import Phase, Session
@@ -83,7 +85,9 @@ class GatewayMachine:
         self.state = State(me, limits, Links(mode), Endings(me))
         self.attempts = Attempts(self.state)
         self.delivery = Delivery(self.state)
-        self.resuming = self.state.resuming = Resuming(self.state, self.attempts)
+        keeping = self.state.keeping = Keeping(self.state, self.attempts)
+        remaking = self.state.remaking = Remaking(self.state, self.attempts, keeping)
+        self.resuming = Resuming(self.state, self.attempts, keeping, remaking)
         self._unknown = UnknownSweep(self.state)
         self._reports = Reports()
         self._others = others or spare
@@ -126,7 +130,7 @@ class GatewayMachine:
             assert request_id == session.request_id
             session.check()
         state.endings.check()
-        self.resuming.check()
+        state.keeping.check()
         self._reports.check()
         self._unknown.check()
 
@@ -382,7 +386,7 @@ class GatewayMachine:
 
     def _drained(self, now: float) -> list[Command]:
         state = self.state
-        quiet = not (state.sessions or state.endings.waiting or self.resuming.closing)
+        quiet = not (state.sessions or state.endings.waiting or state.keeping.closing)
         if self._leaving:
             quiet = quiet and self._clients_left
         due = state.drain_due is not None and now >= state.drain_due

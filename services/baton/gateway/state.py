@@ -22,7 +22,8 @@ from baton.ports.driving import Measure, Note, Send
 from baton.wire.messages import RequestEnded, TokensBounded
 
 if TYPE_CHECKING:
-    from baton.gateway.resuming import Resuming
+    from baton.gateway.keeping import Keeping
+    from baton.gateway.remaking import Remaking
 
 #: A gap that was asked for is asked for again after this long.
 WANTED_AGAIN_S = 1.0
@@ -49,7 +50,8 @@ class State:
     """Resumable requests, by id."""
     names: dict[str, str] = field(default_factory=dict)
     """Request id of those choices that their clients know by another one."""
-    resuming: Resuming = field(init=False)
+    keeping: Keeping = field(init=False)
+    remaking: Remaking = field(init=False)
 
     def session_of(self, choice: str) -> Session | None:
         """Return the session of what a client knows as ``choice``."""
@@ -99,7 +101,7 @@ class State:
         self, session: Session, outcome: Outcome, now: float, retry_after_ms: int = 0
     ) -> list[Command]:
         """Decide the outcome: tell everybody who may hold something, and the ledger."""
-        if (left := self.resuming.refused(session, outcome, now)) is not None:
+        if (left := self.keeping.refused(session, outcome, now)) is not None:
             return left
         request_id = session.request_id
         self._drop(session)
@@ -122,7 +124,7 @@ class State:
             early=early and session.turn > 0,
             name=session.name,
         )
-        commands += self.resuming.ended(session, outcome, now)
+        commands += self.keeping.ended(session, outcome, now)
         commands += measure_end(outcome)
         commands.append(Measure("request_seconds", now - session.submitted_at))
         tokens = len(session.ids)

@@ -1,7 +1,7 @@
 """An answer being told: what it consists of, and how a client comes back to it.
 
 Decides which requests outlive their connection and who may resume one. How long they do is the
-machine's business (``resuming.py``), which events a client has is ``numbering.py``'s.
+machine's business (``keeping.py``), which events a client has is ``numbering.py``'s.
 """
 
 from __future__ import annotations
