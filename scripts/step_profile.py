@@ -27,7 +27,8 @@ from baton.ports.engine import KVLayout, Sampled
 from baton.ports.transport import PeerUp, Received
 from baton.runtime.metrics import Metrics
 from baton.wire import codec
-from baton.wire.messages import ArenaRef, RequestSpec, ReserveDecode
+from baton.wire.handover import ArenaRef
+from baton.wire.messages import RequestSpec, ReserveDecode
 
 ME, ROUTER, GATEWAY = Peer("decode-0", 1), Peer("router-0", 2), Peer("gateway-0", 3)
 ARENA = ArenaRef(path="/a", device=1, inode=1, file_id="f", owner=ME)

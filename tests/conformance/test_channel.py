@@ -12,7 +12,7 @@ import pytest
 from baton.core.ids import Peer
 from baton.core.lifecycles import BlockState
 from baton.ports.channel import ArenaGone, ArenaInUse, BlockMark, NamedBlock
-from baton.wire.messages import TicketBlock
+from baton.wire.handover import TicketBlock
 from support.channel_fixtures import shared_directory
 from support.channel_hosts import FakeHost, RealHost
 from support.channel_parts import CHAIN, COMPAT, LAYOUT, OWNER, WRITER, pattern

@@ -13,7 +13,8 @@ import uvloop
 
 from baton.core.limits import Limits
 from baton.ports.transport import EndpointInUse, PeerLost, PeerUp, Received, TransportEvent
-from baton.wire.messages import Message, ReadReport
+from baton.wire.fields import Message
+from baton.wire.messages import ReadReport
 from support.transport_worlds import COMPAT, SimWorld, World, ZmqWorld, numbered
 
 

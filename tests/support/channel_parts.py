@@ -15,7 +15,7 @@ from baton.channel.checksum import block_checksum, seed_of
 from baton.core.ids import Compat, Peer
 from baton.ports.channel import BlockCheck
 from baton.ports.engine import KVLayout
-from baton.wire.messages import ArenaRef
+from baton.wire.handover import ArenaRef
 
 LAYOUT = KVLayout(layers=3, heads=2, head_dim=8, block_size=4, dtype="float32")
 COMPAT = Compat(

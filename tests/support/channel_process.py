@@ -21,7 +21,7 @@ from baton.channel.shm import ShmArena, ShmChannel
 from baton.core.ids import Peer
 from baton.core.lifecycles import BlockState
 from baton.ports.channel import ArenaInUse, BlockMark
-from baton.wire.messages import ArenaRef
+from baton.wire.handover import ArenaRef
 from support.channel_parts import COMPAT, LAYOUT
 
 TOGGLED = (

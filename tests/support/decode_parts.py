@@ -23,19 +23,21 @@ from baton.decode.takeover import TakenOver
 from baton.ports.driving import CallLedger, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import AdvanceRequest
-from baton.wire.messages import (
+from baton.wire.handover import (
     ArenaMapped,
     ArenaOffered,
     ArenaRef,
     BlockSum,
-    CancelWork,
     ChunkAnnounced,
+    PrefillCommitted,
+    Ticket,
+)
+from baton.wire.messages import (
+    CancelWork,
     DecodeReserved,
     LastStep,
-    PrefillCommitted,
     RequestSpec,
     ReserveDecode,
-    Ticket,
     TokenChunk,
     TokenRun,
 )

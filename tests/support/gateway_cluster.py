@@ -56,6 +56,7 @@ from baton.runtime.metrics import Metrics
 from baton.runtime.settings import GatewayConfig
 from baton.sim.resumables import ResumableModel, ResumableOp
 from baton.wire import codec
+from baton.wire.fields import TokenLogprob
 from baton.wire.messages import (
     AnyMessage,
     FenceRequest,
@@ -69,7 +70,6 @@ from baton.wire.messages import (
     RequestSpec,
     SubmitRequest,
     TokenChunk,
-    TokenLogprob,
     TokenRun,
 )
 

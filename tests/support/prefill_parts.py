@@ -20,16 +20,15 @@ from baton.prefill.io import (
     RunChunk,
 )
 from baton.prefill.machine import PrefillMachine
-from baton.wire.messages import (
+from baton.wire.handover import (
     ArenaMapped,
     ArenaOffered,
     ArenaRef,
-    AssignPrefill,
     ChunkAnnounced,
-    RequestSpec,
     Ticket,
     TicketBlock,
 )
+from baton.wire.messages import AssignPrefill, RequestSpec
 from support.machine_playbook import Like, Playbook, request, sent
 
 ME, R = Peer("prefill-0", 1), Peer("router-0", 2)

@@ -32,17 +32,15 @@ from baton.decode.work import bring, probe, verify
 from baton.ports.channel import BlockCheck, BlockMark
 from baton.ports.driving import Send
 from baton.ports.transport import PeerUp, Received
-from baton.wire.messages import (
+from baton.wire.handover import (
     ArenaMapped,
     BlockSum,
     ChunkAnnounced,
     PrefillCommitted,
-    RequestEnded,
-    RequestSpec,
-    ReserveDecode,
     Ticket,
     WriterStopped,
 )
+from baton.wire.messages import RequestEnded, RequestSpec, ReserveDecode
 from support.channel_parts import COMPAT, LAYOUT, OWNER
 
 ROUTER, GATEWAY, WRITER = Peer("router-0", 11), Peer("gateway-0", 12), Peer("prefill-0", 13)

@@ -19,7 +19,7 @@ from baton.channel.layout import pack_word
 from baton.channel.shm import ShmArena, ShmChannel
 from baton.core.ids import Peer
 from baton.ports.channel import ArenaGone
-from baton.wire.messages import ArenaRef
+from baton.wire.handover import ArenaRef
 from support.channel_fixtures import shared_directory
 from support.channel_parts import (
     COMPAT,

@@ -26,22 +26,24 @@ from baton.decode.io import (
 from baton.ports.channel import BlockMark
 from baton.ports.driving import CallLedger, Measure, Send
 from baton.ports.engine import Sampled
-from baton.wire.messages import (
+from baton.wire.handover import (
     ArenaMapped,
     ArenaOffered,
     BlockSum,
-    CancelWork,
     ChunkAnnounced,
-    DecodeReserved,
     PrefillCommitted,
     PrefillFailed,
-    RequestEnded,
     Ticket,
     TicketRevoked,
+    WriterStopped,
+)
+from baton.wire.messages import (
+    CancelWork,
+    DecodeReserved,
+    RequestEnded,
     TokenChunk,
     WorkFailed,
     WorkRefused,
-    WriterStopped,
 )
 from support.decode_parts import (
     ADVANCED,

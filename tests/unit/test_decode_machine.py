@@ -12,23 +12,20 @@ from baton.decode.io import RunStep, StepFailed, StepFinished, VerifyBlocks
 from baton.ports.driving import EXIT_RESTART, CallLedger, Exit, RecordStep, Send
 from baton.ports.engine import Sampled
 from baton.ports.ledger import EndRequest
+from baton.wire.handover import ChunkAnnounced, PrefillFailed, TicketRevoked, WriterStopped
 from baton.wire.messages import (
     AttemptId,
     CancelWork,
-    ChunkAnnounced,
     DecodeReserved,
     LastStep,
     MoveOffered,
-    PrefillFailed,
     RequestEnded,
-    TicketRevoked,
     TokenChunk,
     TokensWanted,
     WorkAdopted,
     WorkerStatus,
     WorkFailed,
     WorkRefused,
-    WriterStopped,
 )
 from support.decode_parts import (
     ADVANCED,

@@ -7,15 +7,8 @@ from __future__ import annotations
 
 from baton.core.outcomes import Reason
 from baton.decode.io import RunStep
-from baton.wire.messages import (
-    DecodeReserved,
-    Ticket,
-    TicketRevoked,
-    TokenChunk,
-    WorkFailed,
-    WorkRefused,
-    WriterStopped,
-)
+from baton.wire.handover import Ticket, TicketRevoked, WriterStopped
+from baton.wire.messages import DecodeReserved, TokenChunk, WorkFailed, WorkRefused
 from support.decode_parts import ADVANCED, STEP, Decode, G, P, Q, R, spec
 from support.machine_playbook import sent
 

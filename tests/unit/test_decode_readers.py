@@ -17,6 +17,7 @@ from baton.ports.engine import Sampled
 from baton.ports.ledger import EndRequest
 from baton.ports.transport import PeerUp, Received
 from baton.wire import codec
+from baton.wire.fields import TokenLogprob
 from baton.wire.frames import HEADER_BYTES
 from baton.wire.messages import (
     DecodeReserved,
@@ -25,7 +26,6 @@ from baton.wire.messages import (
     RequestSpec,
     ReserveDecode,
     TokenChunk,
-    TokenLogprob,
     TokenRun,
     TokensBounded,
     WorkAdopted,

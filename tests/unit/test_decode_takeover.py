@@ -10,7 +10,8 @@ from baton.decode.io import MarkBlocks, ProbeWriter, RunStep, WriterProbed
 from baton.decode.takeover import TakenOver, rebuild
 from baton.ports.channel import BlockMark
 from baton.ports.driving import Send
-from baton.wire.messages import ArenaMapped, ArenaOffered, WorkRefused
+from baton.wire.handover import ArenaMapped, ArenaOffered
+from baton.wire.messages import WorkRefused
 from support.decode_parts import ADVANCED, ARENA, SIZE, STEP, Decode, P, Q, R, run, spec
 from support.machine_playbook import ids, sent
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.gateway.text import AnswerText, StopScanner
-from baton.wire.messages import TokenLogprob
+from baton.wire.fields import TokenLogprob
 
 END = 300
 MARK = 301

@@ -14,19 +14,16 @@ from baton.core.step_times import CELLS, StepCurve
 from baton.gateway.kept import CLAIMS_MAX
 from baton.gateway.session import TURN_BITS
 from baton.wire import codec
+from baton.wire.fields import STEP_ROWS_MAX, WRITERS_MAX
+from baton.wire.handover import BlockSum, ChunkAnnounced, PrefillCommitted
 from baton.wire.messages import (
-    STEP_ROWS_MAX,
-    WRITERS_MAX,
     AnyMessage,
     AssignPrefill,
     AttemptId,
     BlocksChanged,
     BlocksListed,
-    BlockSum,
     BlocksWanted,
-    ChunkAnnounced,
     LastStep,
-    PrefillCommitted,
     RequestEnded,
     RequestFenced,
     RequestMoved,

@@ -11,15 +11,15 @@ from baton.core.ids import Peer, Role
 from baton.core.outcomes import Reason
 from baton.ports.driving import Send
 from baton.prefill.io import ArenaOpened, MapArena, UnmapArena
-from baton.wire.messages import (
+from baton.wire.handover import (
     ArenaMapped,
     ArenaOffered,
     ArenaRef,
     PrefillFailed,
     TicketRevoked,
-    WorkFailed,
     WriterStopped,
 )
+from baton.wire.messages import WorkFailed
 from support.machine_playbook import sent
 from support.prefill_parts import CHUNK, HEIR, STARTED, D, E, Prefill, R, arena, spec, ticket
 

@@ -14,19 +14,21 @@ from baton.core.outcomes import Ending, Outcome, Reason
 from baton.ports.driving import EXIT_RESTART, EXIT_ROLE, Exit, Note, RecordStep, Send
 from baton.ports.engine import Sampled
 from baton.prefill.io import ChunkFinished, ChunkResult, RunChunk
-from baton.wire.messages import (
-    AttemptId,
-    CancelWork,
+from baton.wire.handover import (
     ChunkAnnounced,
     PrefillCommitted,
     PrefillFailed,
-    RequestEnded,
     Ticket,
     TicketRevoked,
+    WriterStopped,
+)
+from baton.wire.messages import (
+    AttemptId,
+    CancelWork,
+    RequestEnded,
     WorkerStatus,
     WorkFailed,
     WorkRefused,
-    WriterStopped,
 )
 from support.machine_playbook import Like, ids, sent
 from support.prefill_parts import CHUNK, STARTED, D, E, G, Prefill, R, arena, spec, ticket

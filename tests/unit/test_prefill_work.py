@@ -12,7 +12,7 @@ from baton.ports.channel import BlockCheck, BlockMark
 from baton.ports.engine import Row, SampleSpec
 from baton.prefill.io import ChunkFinished, ChunkRow, ChunkStored, MapArena, RunChunk
 from baton.prefill.work import ChunkWorker
-from baton.wire.messages import TicketBlock
+from baton.wire.handover import TicketBlock
 from support.channel_hosts import FakeHost
 from support.channel_parts import LAYOUT, OWNER, WRITER
 from support.engine_steps import ids_of

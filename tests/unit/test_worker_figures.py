@@ -13,8 +13,8 @@ from baton.core.outcomes import Ending, Outcome, Reason
 from baton.decode.io import BlocksVerified, VerifyBlocks
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import ClientGone, Deliver, Submitted
+from baton.wire.handover import ChunkAnnounced
 from baton.wire.messages import (
-    ChunkAnnounced,
     RequestEnded,
     RequestPlaced,
     SubmitRequest,

@@ -16,14 +16,8 @@ from baton.decode.output import Output
 from baton.decode.readers import Readers
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
-from baton.wire.messages import (
-    ID_BYTES,
-    DecodeReserved,
-    ReserveDecode,
-    WorkAdopted,
-    WorkAsked,
-    WorkFailed,
-)
+from baton.wire.fields import ID_BYTES
+from baton.wire.messages import DecodeReserved, ReserveDecode, WorkAdopted, WorkAsked, WorkFailed
 
 
 class Attempts:

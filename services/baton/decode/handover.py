@@ -15,7 +15,7 @@ from baton.decode.io import ProbeWriter, VerifyBlocks
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
 from baton.ports.channel import BlockCheck
-from baton.wire.messages import (
+from baton.wire.handover import (
     ArenaMapped,
     ArenaOffered,
     BlockSum,

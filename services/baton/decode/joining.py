@@ -17,7 +17,7 @@ from baton.decode.output import Output
 from baton.decode.readers import Readers
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
-from baton.wire.messages import ChunkAnnounced, PrefillCommitted, PrefillFailed, WriterStopped
+from baton.wire.handover import ChunkAnnounced, PrefillCommitted, PrefillFailed, WriterStopped
 
 
 class Joining:

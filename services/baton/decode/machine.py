@@ -49,17 +49,20 @@ from baton.decode.view import View
 from baton.ports.driving import EXIT_RESTART, EXIT_ROLE, Exit, LedgerAnswered
 from baton.ports.ledger import EndRequest, Unavailable
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
+from baton.wire.handover import (
+    ArenaMapped,
+    ArenaRef,
+    ChunkAnnounced,
+    PrefillCommitted,
+    PrefillFailed,
+    WriterStopped,
+)
 from baton.wire.holdings import Holdings
 from baton.wire.messages import (
     AnyMessage,
-    ArenaMapped,
-    ArenaRef,
     BlocksWanted,
     CancelWork,
-    ChunkAnnounced,
     LastStep,
-    PrefillCommitted,
-    PrefillFailed,
     RequestEnded,
     ReserveDecode,
     TokensBounded,
@@ -67,7 +70,6 @@ from baton.wire.messages import (
     WorkAdopted,
     WorkAsked,
     WorkerStatus,
-    WriterStopped,
 )
 
 Event = (

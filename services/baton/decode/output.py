@@ -15,7 +15,8 @@ from baton.core.ids import Peer
 from baton.core.stopping import finish_of
 from baton.decode.sequence import Sequence, Stage
 from baton.decode.state import State
-from baton.wire.messages import TokenChunk, TokenLogprob, TokenRun
+from baton.wire.fields import TokenLogprob
+from baton.wire.messages import TokenChunk, TokenRun
 
 #: No id or log-probability takes as many bytes of a message.
 ENTRY_BYTES = 32

@@ -15,7 +15,8 @@ from baton.core.outcomes import FinishReason
 from baton.core.prefix import chain_next
 from baton.core.stopping import finish_of
 from baton.ports.engine import TokenIds
-from baton.wire.messages import RequestSpec, ReserveDecode, TokenLogprob
+from baton.wire.fields import TokenLogprob
+from baton.wire.messages import RequestSpec, ReserveDecode
 
 
 class Stage(Enum):

@@ -18,7 +18,8 @@ from baton.decode.sequence import Sequence, Stage
 from baton.ports.channel import BlockCheck, BlockMark
 from baton.ports.driving import CallLedger, Measure, Note, Send
 from baton.ports.ledger import AdvanceRequest
-from baton.wire.messages import AnyMessage, ArenaRef, WorkFailed
+from baton.wire.handover import ArenaRef
+from baton.wire.messages import AnyMessage, WorkFailed
 
 
 @dataclass(slots=True)

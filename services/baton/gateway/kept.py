@@ -14,7 +14,8 @@ from baton.core.outcomes import Ending, FinishReason, Outcome, Reason
 from baton.gateway.session import TURN_BITS, Session
 from baton.gateway.vocabulary import Command, Deliver, End
 from baton.ports.ledger import CloseResumable, Closing, RestoreResumable
-from baton.wire.messages import RequestSpec, TokenLogprob
+from baton.wire.fields import TokenLogprob
+from baton.wire.messages import RequestSpec
 
 CLAIMS_MAX = 2**31
 

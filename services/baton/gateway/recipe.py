@@ -14,7 +14,8 @@ import msgspec
 
 from baton.core.ids import Peer
 from baton.gateway.params import Wish, sampling_of
-from baton.wire.messages import ID_BYTES, RequestSpec
+from baton.wire.fields import ID_BYTES
+from baton.wire.messages import RequestSpec
 
 Kind = Literal["chat", "completion", "response"]
 

@@ -13,7 +13,8 @@ from enum import Enum
 
 from baton.core.ids import Peer, Role
 from baton.core.outcomes import FinishReason
-from baton.wire.messages import RequestSpec, SubmitRequest, TokenLogprob, TokenRun
+from baton.wire.fields import TokenLogprob
+from baton.wire.messages import RequestSpec, SubmitRequest, TokenRun
 
 #: Runs above the next index kept while the gap is asked for again. The link is ordered, so a gap
 #: appears only when a message died with its sender; more than this is asked for again instead.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.wire.messages import TokenLogprob
+from baton.wire.fields import TokenLogprob
 
 
 class Vocabulary(Protocol):

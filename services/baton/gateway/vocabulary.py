@@ -14,7 +14,8 @@ from baton.core.events import DrainRequested, LeaseChanged, RestartRequested, Ti
 from baton.core.outcomes import FinishReason, Outcome, Reason
 from baton.ports.driving import CallLedger, Exit, LedgerAnswered, Measure, Note, Send
 from baton.ports.transport import TransportEvent
-from baton.wire.messages import RequestSpec, TokenLogprob
+from baton.wire.fields import TokenLogprob
+from baton.wire.messages import RequestSpec
 
 # --- events -------------------------------------------------------------------------------------
 

@@ -13,14 +13,8 @@ from baton.prefill.arenas import Arenas
 from baton.prefill.ends import Ends
 from baton.prefill.job import Job
 from baton.prefill.state import State
-from baton.wire.messages import (
-    AssignPrefill,
-    PrefillFailed,
-    Ticket,
-    WorkAdopted,
-    WorkFailed,
-    WorkRefused,
-)
+from baton.wire.handover import PrefillFailed, Ticket
+from baton.wire.messages import AssignPrefill, WorkAdopted, WorkFailed, WorkRefused
 
 
 class Admission:

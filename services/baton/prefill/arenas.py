@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from baton.core.ids import Peer
-from baton.wire.messages import ArenaRef
+from baton.wire.handover import ArenaRef
 
 
 class Arenas:

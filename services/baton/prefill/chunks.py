@@ -17,7 +17,8 @@ from baton.prefill.ends import Ends
 from baton.prefill.io import ChunkFinished, ChunkResult, ChunkRow, ChunkStored, RunChunk
 from baton.prefill.job import Job
 from baton.prefill.state import State
-from baton.wire.messages import AttemptId, ChunkAnnounced, PrefillCommitted
+from baton.wire.handover import ChunkAnnounced, PrefillCommitted
+from baton.wire.messages import AttemptId
 
 #: Weight of the newest chunk in the measured speed.
 SPEED_WEIGHT = 0.3

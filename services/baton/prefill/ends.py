@@ -10,14 +10,8 @@ from baton.core.ids import Peer
 from baton.core.outcomes import Reason
 from baton.prefill.job import Job
 from baton.prefill.state import State
-from baton.wire.messages import (
-    CancelWork,
-    PrefillFailed,
-    RequestEnded,
-    TicketRevoked,
-    WorkFailed,
-    WriterStopped,
-)
+from baton.wire.handover import PrefillFailed, TicketRevoked, WriterStopped
+from baton.wire.messages import CancelWork, RequestEnded, WorkFailed
 
 
 class Ends:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from baton.core.ids import Peer
 from baton.prefill.job import Job
+from baton.wire.handover import ArenaRef, Ticket
 from baton.wire.holdings import HeldRequest, HeldTicket, Holdings
-from baton.wire.messages import ArenaRef, Ticket
 
 
 def holdings_of(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.ports.channel import BlockCheck
 from baton.ports.engine import Row, Sampled
-from baton.wire.messages import ArenaRef, TicketBlock
+from baton.wire.handover import ArenaRef, TicketBlock
 
 
 @dataclass(frozen=True, slots=True)

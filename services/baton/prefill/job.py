@@ -14,7 +14,8 @@ from baton.core.prefix import block_names
 from baton.ports.channel import BlockCheck
 from baton.ports.engine import Row, SampleSpec, TokenIds
 from baton.prefill.io import ChunkRow
-from baton.wire.messages import AssignPrefill, BlockSum, RequestSpec, Ticket
+from baton.wire.handover import BlockSum, Ticket
+from baton.wire.messages import AssignPrefill, RequestSpec
 
 
 @dataclass(slots=True)

@@ -32,18 +32,14 @@ from baton.prefill.ends import Ends
 from baton.prefill.holdings import holdings_of
 from baton.prefill.io import ArenaOpened, ChunkFinished, ChunkStored, MapArena, UnmapArena
 from baton.prefill.state import State
+from baton.wire.handover import ArenaMapped, ArenaOffered, ArenaRef, Ticket, TicketRevoked
 from baton.wire.holdings import Holdings
 from baton.wire.messages import (
     AnyMessage,
-    ArenaMapped,
-    ArenaOffered,
-    ArenaRef,
     AssignPrefill,
     CancelWork,
     LastStep,
     RequestEnded,
-    Ticket,
-    TicketRevoked,
     WorkAdopted,
     WorkerStatus,
     WorkFailed,

@@ -13,7 +13,8 @@ from baton.core.limits import Limits
 from baton.ports.driving import Measure, Note, Send
 from baton.prefill.io import ChunkRow
 from baton.prefill.job import Job
-from baton.wire.messages import AnyMessage, Ticket
+from baton.wire.handover import Ticket
+from baton.wire.messages import AnyMessage
 
 
 @dataclass(slots=True)

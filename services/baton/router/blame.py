@@ -13,7 +13,8 @@ from baton.core.outcomes import Reason
 from baton.router.entry import Blame, Entry, Phase
 from baton.router.state import State
 from baton.router.verdicts import Verdicts
-from baton.wire.messages import ID_BYTES, AttemptId, LastStep
+from baton.wire.fields import ID_BYTES
+from baton.wire.messages import AttemptId, LastStep
 
 #: From the second failure of its own on each next attempt waits, twice as long each time.
 FAILED_PAUSE_S = 0.25

@@ -28,7 +28,7 @@ from baton.core.pages import Pages
 from baton.ports.channel import ArenaInUse, ArenaTooSmall, BlockCheck, BlockMark
 from baton.ports.device import DeviceFull
 from baton.ports.engine import KVLayout
-from baton.wire.messages import ArenaRef
+from baton.wire.handover import ArenaRef
 
 __all__ = ["DEFAULT_DIRECTORY", "SharedArena", "reclaim_unlocked"]
 

@@ -22,7 +22,7 @@ from baton.core.ids import Compat, Peer
 from baton.ports.channel import ArenaGone, BlockCheck, BlockMark
 from baton.ports.device import DeviceBlocks
 from baton.ports.engine import KVLayout
-from baton.wire.messages import ArenaRef, TicketBlock
+from baton.wire.handover import ArenaRef, TicketBlock
 
 log = structlog.get_logger(__name__)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from baton.core.sampling import SamplingParams
 from baton.ports.engine import Row, Sampled, SampleSpec, StepFailed
-from baton.wire.messages import TokenLogprob
+from baton.wire.fields import TokenLogprob
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from baton.core.ids import Peer
 from baton.core.lifecycles import BlockState
-from baton.wire.messages import ArenaRef, TicketBlock
+from baton.wire.handover import ArenaRef, TicketBlock
 
 
 @dataclass(frozen=True, slots=True)

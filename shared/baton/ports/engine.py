@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from baton.core.pages import Pages
 from baton.core.sampling import SamplingParams
-from baton.wire.messages import TokenLogprob
+from baton.wire.fields import TokenLogprob
 
 TokenIds = NDArray[np.int32]
 #: What the digest says of blocks on a device: how their checksums are made.

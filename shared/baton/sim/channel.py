@@ -26,7 +26,7 @@ from baton.ports.channel import (
     NamedBlock,
 )
 from baton.ports.engine import KVLayout
-from baton.wire.messages import ArenaRef, TicketBlock
+from baton.wire.handover import ArenaRef, TicketBlock
 
 #: From the kill to the lock's end: 0.1 s per GiB was measured for 4-KiB pages.
 UNMAP_S = 0.1

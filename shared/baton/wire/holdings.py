@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from baton.core.ids import Peer
-from baton.wire.messages import ArenaRef
+from baton.wire.handover import ArenaRef
 
 
 class HeldRequest(msgspec.Struct, frozen=True, omit_defaults=True):

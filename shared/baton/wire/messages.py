@@ -7,9 +7,7 @@ frame's header (``baton.wire.frames``), the request's epoch in the message.
 
 ``upto`` counts and positions are absolute token positions in prompt + output.
 
-Every number has the bounds of what it counts: a message with one outside them is refused where it
-is decoded, like one with a field of the wrong type, so no machine meets it. Whether a number fits
-*this* request (its epoch, its blocks) is the machine's business.
+The bounds of numbers are in ``fields.py``, the messages of the hand-over in ``handover.py``.
 """
 
 from __future__ import annotations
@@ -21,50 +19,38 @@ from msgspec import Meta
 
 from baton.core.ids import Peer, WorkerRole
 from baton.core.outcomes import FinishReason, Outcome, Reason
-from baton.core.prefix import SHORT_BYTES
 from baton.core.sampling import SamplingParams
 from baton.core.step_times import MICROS_MAX, StepCurve
-
-Count = Annotated[int, Meta(ge=0, le=2**53)]
-Epoch = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Turn = Annotated[int, Meta(ge=1, le=2**53)]
-"""Orders the routers of a request: its gateway raises it with each one it gives the request to. Its
-upper bits are those of the client's last claim, which grow with time (milliseconds)."""
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-BlockNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Generation = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-BlockCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Milliseconds = Annotated[int, Meta(ge=0, le=2**40)]
-RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
-WorkerId = Annotated[str, Meta(max_length=64)]
-MeasuredMs = Annotated[float, Meta(ge=0, le=2.0**40)]
-"""Has an upper bound, so that it is finite."""
-BootTimeNs = Annotated[int, Meta(ge=0, le=2**62)]
-
-#: More prefill workers on one decode worker's arena than one pool has.
-WRITERS_MAX = 1_024
-#: More rows than any step has.
-STEP_ROWS_MAX = 4_096
-ShortNames = Annotated[bytes, Meta(max_length=SHORT_BYTES * 2**16)]
-"""Beginnings of names of blocks (``baton.core.prefix.short_names``), one after the other."""
-
-ID_BYTES = 4
-
-
-def _check_ids(raw: bytes) -> None:
-    if len(raw) % ID_BYTES:
-        raise ValueError(f"{len(raw)} bytes are not a whole number of ids")
-    if max(raw[ID_BYTES - 1 :: ID_BYTES], default=0) >= 0x80:
-        raise ValueError("an id is not below 2**31")
-
-
-def _check_names(raw: bytes) -> None:
-    if len(raw) % SHORT_BYTES:
-        raise ValueError(f"{len(raw)} bytes are not a whole number of names")
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
-    """Base of all messages; the tag is the class name."""
+from baton.wire.fields import (
+    ID_BYTES,
+    STEP_ROWS_MAX,
+    WRITERS_MAX,
+    BlockCount,
+    BlockNumber,
+    Count,
+    Epoch,
+    MeasuredMs,
+    Message,
+    Milliseconds,
+    RequestId,
+    ShortNames,
+    TokenId,
+    TokenLogprob,
+    Turn,
+    WorkerId,
+    check_ids,
+    check_names,
+)
+from baton.wire.handover import (
+    ArenaMapped,
+    ArenaOffered,
+    ChunkAnnounced,
+    PrefillCommitted,
+    PrefillFailed,
+    Ticket,
+    TicketRevoked,
+    WriterStopped,
+)
 
 
 class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -91,21 +77,13 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     traceparent: str = ""
 
     def __post_init__(self) -> None:
-        _check_ids(self.prompt)
+        check_ids(self.prompt)
         if not self.prompt:
             raise ValueError("the prompt is empty")
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt) // ID_BYTES
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one emitted token and of the best alternatives, best first."""
-
-    token_id: TokenId
-    logprob: float
-    top: tuple[tuple[TokenId, float], ...] = ()
 
 
 # --- gateway <-> router -------------------------------------------------------------------------
@@ -199,7 +177,7 @@ class RequestFenced(Message, frozen=True):
     """Little-endian uint32 ids, index 0 first."""
 
     def __post_init__(self) -> None:
-        _check_ids(self.output)
+        check_ids(self.output)
 
 
 class RequestEnded(Message, frozen=True):
@@ -236,7 +214,7 @@ class ReserveDecode(Message, frozen=True):
     """It is suspected of ending workers: its steps are its own."""
 
     def __post_init__(self) -> None:
-        _check_ids(self.output)
+        check_ids(self.output)
 
 
 class DecodeReserved(Message, frozen=True):
@@ -259,7 +237,7 @@ class AssignPrefill(Message, frozen=True):
     alone: bool = False
 
     def __post_init__(self) -> None:
-        _check_ids(self.output)
+        check_ids(self.output)
 
 
 class WorkRefused(Message, frozen=True):
@@ -403,8 +381,8 @@ class BlocksChanged(Message, frozen=True):
     """More than a message holds: they are not told, all has to be asked for."""
 
     def __post_init__(self) -> None:
-        _check_names(self.stored)
-        _check_names(self.removed)
+        check_names(self.stored)
+        check_names(self.removed)
 
 
 class BlocksWanted(Message, frozen=True):
@@ -425,118 +403,7 @@ class BlocksListed(Message, frozen=True):
     """Where the next page starts; ``None``: this is the last."""
 
     def __post_init__(self) -> None:
-        _check_names(self.stored)
-
-
-# --- decode <-> prefill: the hand-over ----------------------------------------------------------
-
-
-class ArenaRef(msgspec.Struct, frozen=True):
-    """Names one arena beyond doubt: a path may be reused, an inode with a file id may not."""
-
-    path: str
-    device: Annotated[int, Meta(ge=0)]
-    inode: Annotated[int, Meta(ge=0)]
-    file_id: str
-    """Random at creation, stored in the header: 32 hex digits."""
-    owner: Peer
-
-
-class ArenaOffered(Message, frozen=True):
-    """decode -> prefill, once a link is open: map this; tickets will name it."""
-
-    arena: ArenaRef
-
-
-class ArenaMapped(Message, frozen=True):
-    """prefill -> decode: mapped, and my lock is on it. Decode looks at the lock before it believes.
-
-    ``error`` says why it could not be mapped; such a pair gets no tickets.
-    """
-
-    file_id: str
-    error: str = ""
-
-
-class TicketBlock(msgspec.Struct, frozen=True, array_like=True):
-    """One pair of the ticket: never a bare position."""
-
-    logical: BlockNumber
-    block: BlockNumber
-    generation: Generation
-
-
-class Ticket(Message, frozen=True):
-    """decode -> prefill: permission to fill ``blocks`` of ``arena`` for (request, epoch).
-
-    Without any block there is nothing to do: decode has nearly all of it and computes the rest.
-    """
-
-    request_id: RequestId
-    epoch: Epoch
-    arena: ArenaRef
-    blocks: tuple[TicketBlock, ...]
-    """To be written: every logical block from ``cached_tokens`` on."""
-    prefix: tuple[TicketBlock, ...] = ()
-    """Already filled, to be read in place; pinned until the writer stopped."""
-    cached_tokens: Count = 0
-
-
-class BlockSum(msgspec.Struct, frozen=True, array_like=True):
-    """Checksum of one block's filled tokens (``baton.channel.checksum``)."""
-
-    logical: BlockNumber
-    generation: Generation
-    tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    """Filled tokens of the block, 1..block_size."""
-    checksum: Annotated[int, Meta(ge=0)]
-
-
-class ChunkAnnounced(Message, frozen=True):
-    """prefill -> decode: these blocks are filled and will never be written again."""
-
-    request_id: RequestId
-    epoch: Epoch
-    sums: tuple[BlockSum, ...]
-
-
-class PrefillCommitted(Message, frozen=True):
-    """prefill -> decode: all is announced, and this is the first token. Says too: I store there no
-    more."""
-
-    request_id: RequestId
-    epoch: Epoch
-    first_id: TokenId
-    first_logprob: TokenLogprob | None = None
-    prefill_ms: MeasuredMs = 0.0
-    last_write_ns: BootTimeNs = 0
-    """CLOCK_BOOTTIME of the last store into the arena: only to measure the hand-over."""
-    ended_ns: BootTimeNs = 0
-    """CLOCK_BOOTTIME when the first token was chosen: only to measure the hand-over."""
-
-
-class PrefillFailed(Message, frozen=True):
-    """prefill -> decode: the attempt is over. Says too: I store there no more."""
-
-    request_id: RequestId
-    epoch: Epoch
-    reason: Reason
-    message: str = ""
-    retryable: bool = True
-
-
-class TicketRevoked(Message, frozen=True):
-    """decode -> prefill: stop at the next chunk boundary and say so with ``WriterStopped``."""
-
-    request_id: RequestId
-    epoch: Epoch
-
-
-class WriterStopped(Message, frozen=True):
-    """prefill -> decode: no thread, pool or queue of mine will touch that ticket's blocks again."""
-
-    request_id: RequestId
-    epoch: Epoch
+        check_names(self.stored)
 
 
 # --- decode -> gateway: tokens ------------------------------------------------------------------
