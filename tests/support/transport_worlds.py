@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -183,9 +182,8 @@ class ZmqWorld(World):
         return "tcp://127.0.0.1:*" if self._tcp else f"ipc://{self._directory}/{worker_id}.sock"
 
     def pid(self) -> int:
-        # An interpreter that waits for the end of its input: it dies with this process too.
-        command = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE)
+        # A process that waits for the end of its input: it dies with this one too.
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         self._children[child.pid] = child
         return child.pid
 
