@@ -15,9 +15,11 @@ import pytest
 from support.cluster_client import Answer, complete
 from support.ops_cluster import OpsCluster, ops_cluster, wait_until
 
-PROMPT = list(b"The quick brown fox jumps over the lazy dog. " * 8)
+TEXT = b"The quick brown fox jumps over the lazy dog. "
 TOKENS = 60
-#: 372 tokens in chunks of 64, 300 ms each.
+#: 372 tokens in chunks of 64, 300 ms each: to be hit in the middle. Whoever is hit later is asked
+#: for less.
+LONG, SHORT = 8, 2
 PREFILL_S = 1.8
 
 
@@ -35,12 +37,12 @@ def cluster() -> Iterator[OpsCluster]:
         yield place
 
 
-def _serves(cluster: OpsCluster, prompt: list[int]) -> Answer:
+def _serves(cluster: OpsCluster, prompt: list[int], tokens: int = TOKENS) -> Answer:
     """Return an undisturbed answer, once the cluster gives one again."""
     answers: list[Answer] = []
 
     def served() -> bool:
-        answers.append(complete(cluster.port, "m", prompt, max_tokens=TOKENS, ignore_eos=True))
+        answers.append(complete(cluster.port, "m", prompt, max_tokens=tokens, ignore_eos=True))
         return answers[-1].error is None
 
     wait_until(served, 20, "an answer")
@@ -78,8 +80,8 @@ def _ask_and_kill(cluster: OpsCluster, victim: str, after: int, prompt: list[int
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "router-0"])
 def test_killed_process(cluster: OpsCluster, victim: str, after: int) -> None:
     """The client gets its exact answer or a named error within 10 s; the process serves again."""
-    prompt = [*f"{victim} {after} ".encode(), *PROMPT]
-    _serves(cluster, PROMPT)
+    prompt = [*f"{victim} {after} ".encode(), *TEXT * (SHORT if after else LONG)]
+    _serves(cluster, list(TEXT), 1)
     old = cluster.process(victim)
     answer = _ask_and_kill(cluster, victim, after, prompt)
     assert not answer.broken, f"{answer}\n{cluster.logs()}"
@@ -100,8 +102,8 @@ def test_killed_process(cluster: OpsCluster, victim: str, after: int) -> None:
 
 def test_killed_ledger(cluster: OpsCluster) -> None:
     """A running stream does not notice the ledger's death, and new requests are served again."""
-    prompt = [*b"ledger ", *PROMPT]
-    _serves(cluster, PROMPT)
+    prompt = [*b"ledger ", *TEXT * SHORT]
+    _serves(cluster, list(TEXT), 1)
     answer = _ask_and_kill(cluster, "ledger", 5, prompt)
     assert answer.error is None, f"{answer}\n{cluster.logs()}"
     assert answer.ids == _serves(cluster, prompt).ids
@@ -109,7 +111,7 @@ def test_killed_ledger(cluster: OpsCluster) -> None:
 
 def test_disconnect_frees_everything(cluster: OpsCluster) -> None:
     """A client that leaves in any stage leaves no sequence, ticket or block behind."""
-    _serves(cluster, PROMPT)
+    _serves(cluster, list(TEXT), 1)
     for wait_s in (0.0, 0.2, 0.6, 2.5):
         connection = HTTPConnection("127.0.0.1", cluster.port, timeout=20)
         body = (

@@ -18,12 +18,14 @@ from support.engine_fixtures import model_dir  # noqa: F401 - a fixture
 from support.ops_cluster import OpsCluster, ops_cluster
 
 REFERENCE = Path(__file__).parents[1] / "reference" / "greedy.json"
+#: Enough to leave a block that the prompt ends in, at a length around its border.
+TOKENS = 8
 pytestmark = pytest.mark.model
 
 
 def _prompts(count: int) -> list[dict[str, Any]]:
-    """Return ``count`` reference prompts, spread over all lengths; the 2,000-token ones are slow
-    on the reference path and stay in the long tier."""
+    """Return ``count`` reference prompts, spread over all lengths (8: one of each); the 2,000-token
+    ones are slow on the reference path and stay in the long tier."""
     prompts = [p for p in json.loads(REFERENCE.read_text())["prompts"] if len(p["prompt"]) <= 1000]
     step = len(prompts) / count
     return [prompts[int(n * step)] for n in range(count)]
@@ -47,9 +49,9 @@ def cluster(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[OpsClus
 
 def test_every_way_gives_the_reference(cluster: OpsCluster) -> None:
     """Solo, again with a warm prefix cache, and eight at once: ids equal transformers' own."""
-    chosen = _prompts(12)
-    fields = {"max_tokens": 16, "ignore_eos": True}
-    wanted = [p["output"][:16] for p in chosen]
+    chosen = _prompts(8)
+    fields = {"max_tokens": TOKENS, "ignore_eos": True}
+    wanted = [p["output"][:TOKENS] for p in chosen]
     solo = [complete(cluster.port, "m", p["prompt"], **fields) for p in chosen]
     eos = set(json.loads(REFERENCE.read_text())["eos_ids"])
     for prompt, answer, ids in zip(chosen, solo, wanted, strict=True):
@@ -57,13 +59,13 @@ def test_every_way_gives_the_reference(cluster: OpsCluster) -> None:
         # generate() stops at the end-of-sequence id; we were told to go on.
         ends = next((n + 1 for n, token in enumerate(ids) if token in eos), len(ids))
         assert answer.ids[:ends] == ids[:ends], f"{len(prompt['prompt'])} tokens"
-        assert len(answer.ids) == 16
+        assert len(answer.ids) == TOKENS
     warm = [complete(cluster.port, "m", p["prompt"], **fields) for p in chosen]
     assert [a.ids for a in warm] == [a.ids for a in solo]
     cached = [(a.usage or {})["prompt_tokens_details"]["cached_tokens"] for a in warm]
     assert cached == [(len(p["prompt"]) - 1) // 16 * 16 for p in chosen]
-    together = complete_all(cluster.port, "m", [p["prompt"] for p in chosen[:8]], **fields)
-    assert [a.ids for a in together] == [a.ids for a in solo[:8]]
+    together = complete_all(cluster.port, "m", [p["prompt"] for p in chosen], **fields)
+    assert [a.ids for a in together] == [a.ids for a in solo]
     split = cluster.environ["BATON_CLUSTER_MODE"] == "split"
     assert (metric(cluster.port, "baton_handovers_total") > 0) == split
 

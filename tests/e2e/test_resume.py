@@ -18,6 +18,7 @@ from support.ops_cluster import OpsCluster, ops_cluster, wait_until
 TOKENS = 60
 #: A quarter of a minute.
 LONG = 700
+STREAMS = {"tell me": TOKENS, "another one": TOKENS, "told again": LONG // 2, "a long one": LONG}
 HEADERS = {"Content-Type": "application/json", "X-Baton-Resume": "30"}
 
 
@@ -38,8 +39,9 @@ def cluster() -> Iterator[OpsCluster]:
 class Client:
     """One stream: its events, and the token that resumes it."""
 
-    def __init__(self, cluster: OpsCluster, prompt: str, tokens: int = TOKENS) -> None:
+    def __init__(self, cluster: OpsCluster, prompt: str) -> None:
         self.cluster = cluster
+        tokens = STREAMS[prompt]
         body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         self.body = json.dumps({**body, "stream": True, "temperature": 0})
         self.events: list[bytes] = []
@@ -93,18 +95,30 @@ class Client:
         return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
+@pytest.fixture(scope="module")
+def calm(cluster: OpsCluster) -> dict[str, Client]:
+    """Every stream as it is when nothing happens, all at once."""
+    clients = {prompt: Client(cluster, prompt) for prompt in STREAMS}
+    threads = [threading.Thread(target=each.begin) for each in clients.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(each.done for each in clients.values()), cluster.logs()
+    return clients
+
+
 def serving(cluster: OpsCluster) -> str:
     """Return the gateway that has a request now."""
     (name,) = [each for each, said in cluster.reports().items() if said.get("sessions")]
     return name
 
 
-def test_a_stream_survives_the_death_of_its_gateway(cluster: OpsCluster) -> None:
+def test_a_stream_survives_the_death_of_its_gateway(
+    cluster: OpsCluster, calm: dict[str, Client]
+) -> None:
     """``kill -9`` in the middle; the text is that of the undisturbed run, each event had once."""
-    calm = Client(cluster, "tell me")
-    calm.begin()
-    assert calm.done
-    assert len(calm.text()) >= TOKENS
+    assert len(calm["tell me"].text()) >= TOKENS
     cut = Client(cluster, "tell me")
     cut.begin(upto=12)
     cluster.process(serving(cluster)).send(signal.SIGKILL)
@@ -112,33 +126,31 @@ def test_a_stream_survives_the_death_of_its_gateway(cluster: OpsCluster) -> None
     cut.resume()
     ids = cut.event_ids()
     assert len(set(ids)) == len(ids), "an event came twice"
-    assert ids == calm.event_ids()
-    assert cut.text() == calm.text()
+    assert ids == calm["tell me"].event_ids()
+    assert cut.text() == calm["tell me"].text()
 
 
-def test_a_cut_connection_is_resumed(cluster: OpsCluster) -> None:
+def test_a_cut_connection_is_resumed(cluster: OpsCluster, calm: dict[str, Client]) -> None:
     """The client's socket breaks; whichever gateway takes the next one goes on, twice."""
     wait_until(lambda: len(gateways(cluster)) == 2, 20, "both gateways")
-    calm = Client(cluster, "another one")
-    calm.begin()
     cut = Client(cluster, "another one")
     cut.begin(upto=5)
     cut.connection.close()
     cut.resume()
-    assert cut.text() == calm.text()
-    again = Client(cluster, "")
+    assert cut.text() == calm["another one"].text()
+    again = Client(cluster, "another one")
     again.token, again.events = cut.token, cut.events[:7]
     again.resume()
     assert again.events == cut.events, "complete, and told again from the middle"
 
 
-def test_an_emptied_ledger_learns_the_tokens_again(cluster: OpsCluster) -> None:
+def test_an_emptied_ledger_learns_the_tokens_again(
+    cluster: OpsCluster, calm: dict[str, Client]
+) -> None:
     """FLUSHALL under a stream, and then its gateway dies: the other one is shown a token that the
     ledger knows from the dead one, and tells the rest."""
     wait_until(lambda: len(gateways(cluster)) == 2, 20, "both gateways")
-    calm = Client(cluster, "told again", LONG // 2)
-    calm.begin()
-    cut = Client(cluster, "told again", LONG // 2)
+    cut = Client(cluster, "told again")
     cut.begin(upto=12)
     serves = serving(cluster)
     server = redis.Redis(unix_socket_path=str(cluster.run_dir / LEDGER_SOCKET))
@@ -148,18 +160,17 @@ def test_an_emptied_ledger_learns_the_tokens_again(cluster: OpsCluster) -> None:
     cluster.process(serves).send(signal.SIGKILL)
     cut.connection.close()
     cut.resume()
-    assert cut.text() == calm.text()
-    assert cut.event_ids() == calm.event_ids()
+    assert cut.text() == calm["told again"].text()
+    assert cut.event_ids() == calm["told again"].event_ids()
 
 
-def test_a_restart_does_not_wait_for_streams_that_do_not_end(cluster: OpsCluster) -> None:
+def test_a_restart_does_not_wait_for_streams_that_do_not_end(
+    cluster: OpsCluster, calm: dict[str, Client]
+) -> None:
     """Both gateways are started anew under streams that take much longer than ``restart_ms``: who
     can resume has every event once, everybody else hears why."""
     wait_until(lambda: len(gateways(cluster)) == 2, 20, "both gateways")
-    calm = Client(cluster, "a long one", LONG)
-    calm.begin()
-    assert calm.done
-    lasting, plain = Client(cluster, "a long one", LONG), Answer()
+    lasting, plain = Client(cluster, "a long one"), Answer()
 
     def stream() -> None:
         nonlocal plain
@@ -180,8 +191,8 @@ def test_a_restart_does_not_wait_for_streams_that_do_not_end(cluster: OpsCluster
     assert 0 < len(plain.ids) < LONG
     assert not lasting.done, "it was ended in the middle"
     lasting.resume()
-    assert lasting.text() == calm.text()
-    assert lasting.event_ids() == calm.event_ids()
+    assert lasting.text() == calm["a long one"].text()
+    assert lasting.event_ids() == calm["a long one"].event_ids()
 
 
 def gateways(cluster: OpsCluster) -> list[str]:
