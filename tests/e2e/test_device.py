@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.cluster_client import complete, metric
 from support.engine_device import needs_gpu
@@ -70,6 +71,17 @@ def test_prefill_hands_over_on_the_device(cluster: OpsCluster) -> None:
     assert metric(cluster.port, "baton_handovers_total", worker="decode-0") > 0
     arena = Path(cluster.reports()["decode-0"]["arena"]["path"])
     assert arena.stat().st_size < 2**20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_start_says_why(model_dir: Path) -> None:  # noqa: F811
+    """Neither a trace of torch's nor a start that is tried for ever."""
+    with ops_cluster(
+        BATON_ENGINE_KIND="torch", BATON_ENGINE_DEVICE="cuda", BATON_MODEL_PATH=str(model_dir)
+    ) as place:
+        done = place.baton("up", "--wait", "60")
+        assert done.returncode == 78, done.stdout + done.stderr
+        assert "built without CUDA" in done.stderr or "finds no CUDA device" in done.stderr
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "keeper", "decode-0"])

@@ -57,7 +57,10 @@ class DeviceEngine:
 
         Raises:
             ModelRefused: the model cannot run on a device.
+            DeviceMissing: this build of torch knows none.
         """
+        if device == "cuda" and torch.version.cuda is None:
+            raise DeviceMissing(no_cuda())
         model = load_model(model_dir, layout.dtype, attention=NAME)
         self._prepare(model, info, layout, device=device, kernels=kernels, cutting=cutting)
 

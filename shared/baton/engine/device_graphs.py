@@ -81,7 +81,8 @@ class Forwards:
     def wait(self) -> None:
         """Return when the device has done everything that was queued."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            # Only what this thread queued: who verifies has a stream of its own.
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _moved(self, numbers: Int) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
@@ -107,6 +108,7 @@ class Forwards:
         numbers = self._moved(piece.numbers)
         graph = torch.cuda.CUDAGraph()
         self.wait()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads use the device meanwhile: what they do is no part of this.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = self._forward(piece.arena, piece.shape, numbers)
         self._graphs[key] = _Graph(graph, numbers, hidden)

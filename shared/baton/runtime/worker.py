@@ -60,9 +60,13 @@ def preload(config: Config, log: FilteringBoundLogger) -> Loaded | StartFailed:
 
     Starts no thread, so that the worker can be forked from whoever calls this.
     """
+    if config.engine.device == "cuda":
+        # Libraries ask torch whether there is a device when they are imported. By default it then
+        # asks the driver, after which no process that is forked can use the device.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
         return _load(config, served_model(config, run_dir(config)), log)
-    except ModelNotPrepared as error:
+    except (ModelNotPrepared, ModelRefused, DeviceMissing) as error:
         return StartFailed(str(error), permanent=True)
 
 
