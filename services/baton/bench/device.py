@@ -72,9 +72,12 @@ class _Speed:
         context = engine.info.context_max
         self._prompts = [length for length in PROMPTS if length < context]
         self._contexts = [length for length in CONTEXTS if length + 64 < context]
-        each = -(-(max(*self._contexts, 0) + 64) // self._size) + 1
-        self._total = max(max(STREAMS) * each, -(-max(PROMPTS) // self._size) + 1)
         place = build_device(device)
+        each = -(-(max(self._contexts) + 64) // self._size) + 1
+        room = place.free_bytes() // 2 // engine.layout.block_bytes
+        self._streams = [streams for streams in STREAMS if streams * each <= room]
+        longest = max(self._prompts)
+        self._total = max(max(self._streams) * each, -(-longest // self._size) + 1)
         self._fd = place.make(self._total * engine.layout.block_bytes)
         self._blocks = place.map(self._fd, engine.layout, self._total)
         engine.attach("bench", self._blocks.memory)
@@ -91,7 +94,7 @@ class _Speed:
             prefill[f"{length}"] = round(length / median(times), 1)
         decode: dict[str, Any] = {}
         for context in self._contexts:
-            for streams in STREAMS:
+            for streams in self._streams:
                 times = self._decode(streams, context, WARM + steps)[WARM:]
                 decode[f"{streams} x {context}"] = {
                     "tokens_s": round(streams / median(times), 1),
