@@ -84,7 +84,14 @@ def test_without_a_gpu_the_start_says_why(model_dir: Path) -> None:  # noqa: F81
         assert "built without CUDA" in done.stderr or "finds no CUDA device" in done.stderr
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "keeper", "decode-0"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param("prefill-0", marks=pytest.mark.slow),
+        pytest.param("keeper", marks=pytest.mark.slow),
+        "decode-0",
+    ],
+)
 def test_a_death_changes_no_answer(cluster: OpsCluster, victim: str) -> None:
     """Decode's successor takes its blocks over from the keeper, also from one that was started
     anew meanwhile; a dead keeper costs nobody anything."""
