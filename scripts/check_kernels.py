@@ -2,6 +2,7 @@
 
     python scripts/check_kernels.py                          every level that this CPU runs
     python scripts/check_kernels.py --sanitize --cases 400   the same under ASan and UBSan
+    python scripts/check_kernels.py --races --cases 40      the same under TSan
     python scripts/check_kernels.py --arm64 --cases 5        cross-compiled, under qemu's user mode
 
 arm64 needs a cross compiler and an emulator (Debian, Ubuntu: apt-get install g++-aarch64-linux-gnu
@@ -32,6 +33,7 @@ SANITIZERS = (
     *("-O1", "-g", "-fno-omit-frame-pointer"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 )
+RACES = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=thread")
 ARM64_COMPILER, ARM64_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 
@@ -44,6 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
     parser.add_argument("--level", action="append", help="only this level; may be repeated")
     parser.add_argument("--sanitize", action="store_true", help="with ASan and UBSan")
+    parser.add_argument("--races", action="store_true", help="with TSan")
     parser.add_argument("--arm64", action="store_true", help="the portable level on arm64")
     parser.add_argument("--seed", type=int, default=1, help="of the first case")
     parser.add_argument("--cases", type=int, default=100)
@@ -76,7 +79,7 @@ def _programs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, 
     compiler = binding.find_compiler()
     if compiler is None:
         raise ToolMissing("no C++ compiler was found")
-    extra = SANITIZERS if options.sanitize else ()
+    extra = SANITIZERS if options.sanitize else RACES if options.races else ()
     for level in binding.levels_of(cpu_flags()):
         if binding.kernel_grants(level) and level.name in (options.level or [level.name]):
             yield level.name, [_built(compiler, folder / level.name, [*level.arguments, *extra])]

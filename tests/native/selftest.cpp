@@ -139,7 +139,8 @@ void check_product() {
   }
   const auto computed = [&](int first, int rows) {
     std::vector<float> out(size_t(rows) * n);
-    product<T>(w.plain().of<T>(), left.data() + first * lda, lda, rows, 0, (n + kGroup - 1) / kGroup,
+    product<T>(w.plain().of<T>(), left.data() + first * lda, lda, rows,
+               AllGroups{(n + kGroup - 1) / kGroup},
                [&](int row, int count, int group, const float* block) {
                  for (int i = 0; i < count; ++i)
                    for (int j = 0; j < std::min(kGroup, n - group * kGroup); ++j)
@@ -374,6 +375,84 @@ struct Small {
   }
 };
 
+// Cores that may be borrowed, whose owners compute now and then.
+class Lenders {
+ public:
+  Lenders() {
+    cpu_set_t usable;
+    CPU_ZERO(&usable);
+    sched_getaffinity(0, sizeof usable, &usable);
+    std::vector<int> cores;
+    for (int core = 0; core < CPU_SETSIZE; ++core)
+      if (CPU_ISSET(core, &usable)) cores.push_back(core);
+    own_[0] = cores[0];
+    const int count = between_both(0, 2);
+    for (int i = 0; i < count; ++i)
+      loans_[i] = cores[size_t(between_both(0, int(cores.size()) - 1))];
+    lines_ = std::vector<CoreLine>(size_t(cores.back()) + 1);
+    given = {lines_.data(), own_, loans_, 1, count};
+    tell(kComputing);
+  }
+  ~Lenders() { be_busy(); }
+
+  BatonCores given;
+
+  void tell(uint64_t word) {
+    for (int i = 0; i < given.loan_count; ++i) lines_[size_t(loans_[i])].word = word;
+  }
+  void be_restless() {
+    changing_ = true;
+    thread_ = std::thread([this, seed = chance()] {
+      for (std::mt19937_64 own(seed); changing_;) {
+        tell(own() % 4 == 0 ? kComputing : own() % 4 == 0 ? monotonic_ns() + 20'000 : 1);
+        for (uint64_t i = own() % 3000; i > 0 && changing_; --i)
+          std::atomic_signal_fence(std::memory_order_seq_cst);
+      }
+    });
+  }
+  void be_busy() {
+    changing_ = false;
+    if (thread_.joinable()) thread_.join();
+    tell(kComputing);
+  }
+
+ private:
+  int32_t own_[1], loans_[2];
+  std::vector<CoreLine> lines_;
+  std::atomic<bool> changing_{false};
+  std::thread thread_;
+};
+
+// Whatever the crew, everything is done once, and nothing after `run` has returned.
+void check_pool() {
+  Lenders lenders;
+  Pool pool(between_both(1, 3), cores_of(lenders.given));
+  std::vector<std::atomic<int>> done(200);
+  lenders.be_restless();
+  pool.begin();
+  for (int round = 1; round <= 300; ++round) {
+    const int count = between_both(0, int(done.size())), most = between_both(1, 40);
+    const Crew crew = pool.gather();
+    Slices slices(count, crew, most);
+    std::atomic<int> inside{0};
+    pool.run(crew, [&](Seat& seat) {
+      ++inside;
+      if (seat.thread < 0 || seat.thread >= pool.most()) fail("a seat %d", seat.thread);
+      for (int first, last; slices.next(seat, first, last);)
+        for (int i = first; i < last; ++i) ++done[size_t(i)];
+      --inside;
+    });
+    if (inside != 0) fail("round %d: somebody is still in the work", round);
+    for (int i = 0; i < int(done.size()); ++i) {
+      if (done[size_t(i)] != (i < count))
+        fail("round %d: thing %d of %d was done %d times", round, i, count, int(done[size_t(i)]));
+      done[size_t(i)] = 0;
+    }
+  }
+  const double share = pool.end();
+  if (!(share >= 0 && share <= 1)) fail("cores were borrowed for %g of the time", share);
+}
+
 template <class T>
 void check_step() {
   const int kind = between_both(0, 2), unit = kind == kFull ? 16 : 32;
@@ -408,6 +487,7 @@ void check_step() {
   for (const auto& one : model.layers)
     layers.push_back({one.qkv.plain(), one.out.plain(), one.gate_up.plain(), one.down.plain(),
                       model.norm.data(), model.norm.data(), nullptr, nullptr, 0, 1});
+  Lenders lenders;
   const BatonLlama given{shape,
                          sizeof(T) == 2,
                          between_both(1, 2),
@@ -415,13 +495,14 @@ void check_step() {
                          model.rotary.data(),
                          model.norm.data(),
                          model.head.plain(),
-                         layers.data()};
+                         layers.data(),
+                         lenders.given};
   void* llama = baton_llama_new(&given);
   const int length = between_both(1, 70), other = between_both(1, 30);
   std::vector<int32_t> ids;
   for (int i = 0; i < length + other; ++i) ids.push_back(between_both(0, shape.vocab - 1));
   const Layout layout{shape.layers, kv_heads, dim, shape.block_size};
-  // Both sequences whole, then the first one alone in two parts.
+  // Both sequences whole, with cores that come and go; then the first one alone in two parts.
   const auto stepped = [&](bool together, int cut) {
     Arena arena({length, other}, shape.block_size, layout.block() * ptrdiff_t(sizeof(T)));
     std::vector<float> logits(size_t(shape.vocab) * (together ? 2 : 1));
@@ -441,7 +522,12 @@ void check_step() {
     }
     return logits;
   };
-  const auto found = stepped(true, 0), alone = stepped(false, between_both(0, length - 1));
+  lenders.be_restless();
+  baton_llama_begin(llama);
+  const auto found = stepped(true, 0);
+  baton_llama_end(llama);
+  lenders.be_busy();
+  const auto alone = stepped(false, between_both(0, length - 1));
   baton_llama_free(llama);
   if (std::memcmp(found.data(), alone.data(), alone.size() * sizeof(float)))
     fail("a step of %zu bytes, kind %d: a sequence is not its own", sizeof(T), kind);
@@ -469,6 +555,7 @@ int main(int count, char** words) {
     chance.seed(seed + number);
     std::fprintf(stderr, "\r%lu ", seed + number);
     check_functions();
+    check_pool();
     check_product<float>();
     check_product<Bf16>();
     check_attention<float>();

@@ -121,13 +121,15 @@ class Decode(Playbook):
         event = BlocksVerified(asked.request_id, asked.epoch, asked.checks, bad, 0.001)
         self.feed(event, *expected)
 
-    def stepped(self, tokens: tuple[int | None, ...], *expected: object) -> None:
+    def stepped(
+        self, tokens: tuple[int | None, ...], *expected: object, borrowed: float = 0.0
+    ) -> None:
         """Answer the last step."""
         step = self.last(RunStep)
         assert len(tokens) == len(step.rows)
         results = tuple(None if token is None else Sampled(token) for token in tokens)
         checksums = tuple((7,) * len(checks) for checks in step.seals)
-        self.feed(StepFinished(step.step, results, checksums, 0.01), *expected)
+        self.feed(StepFinished(step.step, results, checksums, 0.01, borrowed), *expected)
 
     def cancel(self, request_id: str, *expected: object, epoch: int = 1) -> None:
         """The router cancels."""

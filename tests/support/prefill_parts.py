@@ -90,7 +90,9 @@ class Prefill(Playbook):
         epoch = fields.get("epoch", 1)
         self.ticket(spec.request_id, tokens, STARTED, CHUNK, epoch=epoch)
 
-    def returned(self, *expected: object, seconds: float = 0.01, **result: Any) -> None:
+    def returned(
+        self, *expected: object, seconds: float = 0.01, borrowed: float = 0.0, **result: Any
+    ) -> None:
         """The running chunk is stored, if it is not yet, and returns; its last rows sample 50
         unless ``result`` says otherwise."""
         chunk = self.last(RunChunk)
@@ -100,7 +102,7 @@ class Prefill(Playbook):
         for row in chunk.rows:
             values = {"sampled": Sampled(50) if row.row.sample is not None else None}
             results.append(ChunkResult(**({**values, **result})))
-        self.feed(ChunkFinished(chunk.step, tuple(results), seconds, 2), *expected)
+        self.feed(ChunkFinished(chunk.step, tuple(results), seconds, 2, borrowed), *expected)
 
     def stored(self, but: str = "") -> None:
         """The running chunk has stored all rows ``but`` one and announces them at once."""

@@ -34,6 +34,12 @@ def test_no_kernel_touches_memory_that_is_not_its_own() -> None:
 
 
 @pytest.mark.slow
+def test_threads_come_and_go_without_a_race() -> None:
+    """Borrowed cores that their owner wants back at any moment."""
+    run("--races", "--cases", "25")
+
+
+@pytest.mark.slow
 def test_arm64_agrees_with_plain_arithmetic() -> None:
     """Cross-compiled and emulated, where the tools are there."""
     run("--arm64", "--cases", "6")

@@ -59,6 +59,44 @@ def test_colocated_uses_all() -> None:
     assert "prefill-0" not in plan.workers
 
 
+def borrows(cores: int = 2, **settings: str) -> dict[str, tuple[int, ...]]:
+    """Which worker may borrow which cores."""
+    plan = plan_cores(load(None, settings), range(cores), math.inf)
+    return {
+        name: placement.borrows for name, placement in plan.workers.items() if placement.borrows
+    }
+
+
+ADAPTIVE = {"BATON_CLUSTER_MODE": "adaptive"}
+
+
+def test_in_adaptive_mode_workers_lend_each_other_their_cores() -> None:
+    """Those of all others, whatever these do; routers and gateways compute nothing."""
+    assert borrows(**ADAPTIVE) == {"decode-0": (0,), "prefill-0": (1,)}
+    more = borrows(6, **ADAPTIVE, BATON_CLUSTER_DECODE="2")
+    assert more == {
+        "decode-0": (0, 1, 2, 5),
+        "decode-1": (0, 1, 2, 3, 4),
+        "prefill-0": (3, 4, 5),
+    }
+
+
+def test_pure_modes_lend_when_they_are_told_to() -> None:
+    """And adaptive mode does not when it is told not to."""
+    for mode in ("split", "colocated"):
+        assert borrows(BATON_CLUSTER_MODE=mode, BATON_CLUSTER_DECODE="2") == {}
+    assert borrows(BATON_CORES_LEND="on") == {"decode-0": (0,), "prefill-0": (1,)}
+    two = {"BATON_CLUSTER_MODE": "colocated", "BATON_CLUSTER_DECODE": "2"}
+    assert borrows(**two, BATON_CORES_LEND="on") == {"decode-0": (1,), "decode-1": (0,)}
+    assert borrows(**ADAPTIVE, BATON_CORES_LEND="off") == {}
+
+
+def test_a_core_of_several_workers_is_lent_to_nobody() -> None:
+    """None of them could say that it is idle. Nor is one of a worker that is not pinned."""
+    assert borrows(**ADAPTIVE, BATON_CLUSTER_DECODE="4") == {f"decode-{n}": (0,) for n in range(4)}
+    assert borrows(**ADAPTIVE, BATON_CORES_PIN="off", BATON_CORES_LEND="on") == {}
+
+
 @pytest.mark.parametrize(("quota", "threads"), [(2.0, 1), (0.5, 1), (8.0, 4)])
 def test_quota_limits_threads(quota: float, threads: int) -> None:
     """Below a cgroup's quota nobody is pinned, and the quota is what threads are shared from."""

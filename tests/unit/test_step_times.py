@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from baton.core.step_times import CELLS, StepCurve, StepTimes, pairs_of
+from baton.core.step_times import CELLS, SharedStepTimes, StepCurve, StepTimes, pairs_of
 
 
 def _learned(fixed: float, token: float, pair: float, *, noise: float = 0.0) -> StepCurve:
@@ -124,3 +124,69 @@ def test_what_was_learned_of_a_machine_that_stood_still_can_be_told() -> None:
     curve = times.curve()
     curve.verify()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(curve), type=StepCurve) == curve
+
+
+def _shared(gain: float = 2.0) -> SharedStepTimes:
+    """Steps of 10 ms and 1 ms a token; ``gain`` times as fast with borrowed cores."""
+    times = SharedStepTimes()
+    for tokens in (1, 4, 16):
+        for _ in range(4):
+            times.learn(tokens, 0, 0.01 + tokens / 1_000, 0.0)
+            times.learn(tokens, 0, (0.01 + tokens / 1_000) / gain, 1.0)
+    return times
+
+
+def test_steps_with_borrowed_cores_are_learned_apart() -> None:
+    """Those that had them for a part only say nothing of either."""
+    times = _shared()
+    before = (times.curve(), times.curve_borrowed())
+    for borrowed in (0.11, 0.5, 0.89):
+        times.learn(4, 0, 5.0, borrowed)
+    assert (times.curve(), times.curve_borrowed()) == before
+    times.learn(4, 0, 0.02, 0.1)
+    times.learn(4, 0, 0.02, 0.9)
+    assert times.curve() != before[0] and times.curve_borrowed() != before[1]
+    assert before[0].seconds(4) == pytest.approx(0.014)
+    assert before[1].seconds(4) == pytest.approx(0.007)
+
+
+def test_what_only_one_kind_of_step_has_shown_is_known_of_the_other() -> None:
+    """By how much borrowed cores helped where both kinds were seen."""
+    helped, alone = _shared(gain=1.6), _shared(gain=1.6)
+    helped.learn(256, 0, 0.1, 1.0)
+    alone.learn(64, 0, 0.08, 0.0)
+    assert helped.curve().seconds(256) == pytest.approx(0.16)
+    assert alone.curve_borrowed().seconds(64) == pytest.approx(0.05)
+    helped.curve().verify()
+    alone.curve_borrowed().verify()
+
+
+def test_until_both_kinds_were_seen_the_worst_is_assumed() -> None:
+    """Alone it takes twice as long as with as many more cores; and these may not help at all."""
+    times = SharedStepTimes()
+    times.learn(8, 0, 0.01, 1.0)
+    assert times.curve().seconds(8) == pytest.approx(0.02)
+    times.learn(64, 0, 0.08, 0.0)
+    assert times.curve_borrowed().seconds(64) == pytest.approx(0.08)
+
+
+def test_who_never_borrows_tells_one_curve() -> None:
+    """The other one is empty."""
+    times = SharedStepTimes()
+    times.learn(8, 0, 0.01)
+    assert times.curve() == StepCurve((8,), (10_000,))
+    assert times.curve_borrowed() == StepCurve()
+
+
+def test_completed_curves_are_never_too_long_to_tell() -> None:
+    """Each has seen steps of all sizes, at other counts within the cells."""
+    times = SharedStepTimes()
+    for cell in range(CELLS):
+        octave = 1 << cell // 2
+        tokens = octave + (cell % 2) * ((octave + 1) // 2)
+        times.learn(tokens, 0, tokens / 1_000, 0.0)
+        if tokens > 4:
+            times.learn(tokens + tokens // 8, 0, tokens / 2_000, 1.0)
+    for curve in (times.curve(), times.curve_borrowed()):
+        curve.verify()
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(curve), type=StepCurve) == curve

@@ -13,7 +13,8 @@ from baton.core.outcomes import Ending, Outcome, Reason
 from baton.decode.io import BlocksVerified, VerifyBlocks
 from baton.gateway.machine import GatewayMachine
 from baton.gateway.vocabulary import ClientGone, Deliver, Submitted
-from baton.wire.handover import ChunkAnnounced
+from baton.ports.driving import Measure
+from baton.wire.handover import ChunkAnnounced, PrefillCommitted
 from baton.wire.messages import (
     RequestEnded,
     RequestPlaced,
@@ -24,6 +25,8 @@ from baton.wire.messages import (
 )
 from support.decode_parts import EOS, STEP, Decode, G, P, commit, spec, sums
 from support.machine_playbook import Like, Playbook, request, sent
+from support.prefill_parts import CHUNK, D, Prefill
+from support.prefill_parts import spec as prompt
 
 
 def _told(play: Playbook) -> WorkerStatus:
@@ -44,6 +47,44 @@ def test_a_decode_worker_tells_how_long_its_steps_take() -> None:
     assert status.curve.seconds(8) == pytest.approx(0.08, rel=0.01)
     assert status.curve.seconds(1) == pytest.approx(0.02, rel=0.01)
     assert (status.chunk_tokens, status.running, status.context_tokens) == (8, 1, 10)
+
+
+def _borrowed_s(play: Playbook, kind: str) -> float:
+    """What was added to the counter of the time with borrowed cores."""
+    return sum(
+        one.value
+        for one in play.all
+        if isinstance(one, Measure)
+        and (one.name, one.labels) == ("engine_borrowed_seconds_total", {"kind": kind})
+    )
+
+
+def test_a_decode_worker_tells_its_steps_with_borrowed_cores_apart() -> None:
+    """And counts the time in which it had them, whatever share of a step that was."""
+    play = Decode(blocks=8)
+    play.local(spec("r", tokens=8, max_tokens=5))
+    play.stepped((50,), Like(object), STEP, sent(G, TokenChunk))
+    for seconds, borrowed in ((0.02, 0.0), (0.5, 0.5), (0.012, 1.0)):
+        play.now += seconds
+        play.stepped((51,), STEP, sent(G, TokenChunk), borrowed=borrowed)
+    status = _told(play)
+    assert status.curve.seconds(1) == pytest.approx(0.02, rel=0.01)
+    assert status.curve_borrowed.seconds(1) == pytest.approx(0.012, rel=0.01)
+    assert _borrowed_s(play, "decode") == pytest.approx(0.015)
+
+
+def test_a_prefill_worker_tells_its_chunks_with_borrowed_cores_apart() -> None:
+    """The same way."""
+    play = Prefill()
+    play.start(prompt("a", tokens=14))
+    play.now += 0.1
+    play.returned(CHUNK, borrowed=0.95)
+    play.now += 0.15
+    play.returned(sent(D, PrefillCommitted))
+    status = _told(play)
+    assert status.curve_borrowed.seconds(8) == pytest.approx(0.1, rel=0.01)
+    assert status.curve.seconds(6) == pytest.approx(0.15, rel=0.01)
+    assert _borrowed_s(play, "prefill") == pytest.approx(0.0095)
 
 
 def test_a_decode_worker_tells_how_long_a_hand_over_takes() -> None:

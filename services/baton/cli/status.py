@@ -180,6 +180,8 @@ def show(picture: Mapping[str, Any], found: ClusterRecord) -> None:
         say(f"kernels: {', '.join(kernels['running'])}{note}")
     if words := huge_pages(picture["processes"]):
         say(f"huge pages: {words}")
+    if lent := _lent(picture["processes"]):
+        say(f"cores that may be borrowed while their owner computes nothing: {lent}")
     for line in picture["trouble"]:
         warn(line)
 
@@ -194,6 +196,12 @@ def huge_pages(rows: Sequence[Mapping[str, Any]]) -> str:
         if told:
             words.append(f"{row['process']} {', '.join(told)}")
     return "; ".join(words)
+
+
+def _lent(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return which worker may borrow which cores."""
+    found = ((row["process"], (row["report"] or {}).get("may_borrow")) for row in rows)
+    return ", ".join(f"{name} {' '.join(map(str, cores))}" for name, cores in found if cores)
 
 
 def _line(row: Mapping[str, Any]) -> tuple[object, ...]:

@@ -84,6 +84,8 @@ class StepFinished:
     """One for each row: of the blocks that it filled."""
     seconds: float
     """Of the engine's part."""
+    borrowed: float = 0.0
+    """For which share of it cores of other workers were borrowed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,11 +262,14 @@ class DecodeMachine:
     def _step_finished(self, event: StepFinished, now: float) -> None:
         assert event.step == self.scheduler.step
         seconds, results = event.seconds, event.results
-        self.scheduler.learn(now)
+        self.scheduler.learn(now, event.borrowed)
         rows = self.scheduler.end_step()
         tokens = sum(len(row.token_ids) for row, _, _ in rows)
         kind = "mixed" if tokens > len(rows) else "decode"
         self.state.measure("engine_step_seconds", seconds, kind=kind)
+        if event.borrowed:
+            borrowed_s = seconds * event.borrowed
+            self.state.measure("engine_borrowed_seconds_total", borrowed_s, kind=kind)
         self.state.measure("engine_step_tokens", tokens, kind=kind)
         self.state.measure("engine_step_rows", len(rows), kind=kind)
         self.state.measure("generation_tokens_total", sum(one is not None for one in results))

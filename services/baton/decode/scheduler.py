@@ -265,10 +265,10 @@ class Scheduler:
 
     # --- ends ---------------------------------------------------------------------------------
 
-    def learn(self, now: float) -> None:
-        """The step in flight has returned all results."""
+    def learn(self, now: float, borrowed: float) -> None:
+        """The step in flight has returned all results; it had ``borrowed`` cores for that share."""
         assert self.step_since is not None
-        self.state.figures.stepped(self.rows, now - self.step_since)
+        self.state.figures.stepped(self.rows, now - self.step_since, borrowed)
 
     def end_step(self) -> list[tuple[Row, tuple[BlockCheck, ...], Sequence]]:
         """The step returned: nothing is pinned by it any more. Return its rows, each with the

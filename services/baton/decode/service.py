@@ -25,6 +25,7 @@ from baton.runtime.service import Context, Service
 from baton.runtime.worker import (
     blocks_place,
     huge_gauges,
+    may_borrow,
     open_step_record,
     preload,
     share_of,
@@ -107,6 +108,7 @@ def build(context: Context) -> Service:
             arena.close(unlink=serves and not machine.leaving)
 
     def run(command: RunStep) -> None:
+        engine.claim()
         steps.submit(lambda: run_step(engine, arena, command, context.clock))
 
     token_bytes = model.layout.block_bytes // model.layout.block_size
@@ -144,6 +146,7 @@ def build(context: Context) -> Service:
         gauges=huge_gauges(weights=engine.weight_pages, arena=pages),
         facts=lambda: {
             "weights": weight_facts(engine),
+            "may_borrow": may_borrow(context.placement, model.kernels),
             "arena": {
                 "path": arena.ref.path,
                 "blocks": arena.blocks_total,

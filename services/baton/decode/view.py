@@ -60,6 +60,7 @@ class View:
             step=self.scheduler.step,
             step_age_ms=0 if since is None else int((now - since) * 1000),
             curve=figures.steps.curve(),
+            curve_borrowed=figures.steps.curve_borrowed(),
             chunk_tokens=self.scheduler.chunk_tokens,
             context_tokens=sum(s.length for s in sequences if s.stage is Stage.RUNNING),
             growth_blocks=figures.growth_blocks(sequences, limits.growth_tokens),

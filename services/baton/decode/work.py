@@ -41,7 +41,7 @@ def run_step(
         return StepFailed(command.step, error.request_ids, str(error), error.retryable)
     seconds = clock.now() - began
     sums = tuple(tuple(arena.checksums(checks)) for checks in command.seals)
-    return StepFinished(command.step, tuple(results), sums, seconds)
+    return StepFinished(command.step, tuple(results), sums, seconds, engine.borrowed)
 
 
 def verify(arena: OwnArena, command: VerifyBlocks, clock: Clock) -> BlocksVerified:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.outcomes import Reason
-from baton.core.step_times import StepTimes, pairs_of
+from baton.core.step_times import SharedStepTimes, pairs_of
 from baton.ports.driving import CallLedger, RecordStep
 from baton.ports.ledger import AdvanceRequest
 from baton.prefill.chunk_size import ChunkSize
@@ -36,7 +36,7 @@ class Chunks:
         """Whether the record of steps names somebody."""
         quarter_s = state.limits.lease_ttl_ms / 4000
         self.size = ChunkSize(state.block_size, state.limits.prefill_chunk_tokens, quarter_s)
-        self.times = StepTimes()
+        self.times = SharedStepTimes()
         self.tokens_per_s = 0.0
 
     def start(self, now: float) -> None:
@@ -108,6 +108,9 @@ class Chunks:
         since, self.step_since = self.step_since, None
         tokens = sum(len(row.row.token_ids) for row, _ in flying)
         self.state.measure("engine_step_seconds", event.seconds, kind="prefill")
+        if event.borrowed:
+            borrowed_s = event.seconds * event.borrowed
+            self.state.measure("engine_borrowed_seconds_total", borrowed_s, kind="prefill")
         self.state.measure("engine_step_tokens", tokens, kind="prefill")
         if event.seconds > 0 and not any(result.fenced for result in event.results):
             speed = tokens / event.seconds
@@ -117,7 +120,7 @@ class Chunks:
             assert since is not None
             starts = ((row.row.start, len(row.row.token_ids)) for row, _ in flying)
             pairs = sum(pairs_of(start, count) for start, count in starts)
-            self.times.learn(tokens, pairs, now - since)
+            self.times.learn(tokens, pairs, now - since, event.borrowed)
         for (_, job), result in zip(flying, event.results, strict=True):
             if job.stopping:
                 self.ends.stop(job)

@@ -89,3 +89,5 @@ class ChunkFinished:
     """Of the engine's part."""
     ended_ns: int
     """CLOCK_BOOTTIME when the engine returned."""
+    borrowed: float = 0.0
+    """For which share of the engine's part cores of other workers were borrowed."""

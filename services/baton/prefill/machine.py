@@ -279,6 +279,7 @@ class PrefillMachine:
             step=self.chunks.step,
             step_age_ms=0 if since is None else int((now - since) * 1000),
             curve=self.chunks.times.curve(),
+            curve_borrowed=self.chunks.times.curve_borrowed(),
             chunk_tokens=self.chunks.size.tokens(),
         )
 

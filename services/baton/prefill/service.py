@@ -16,6 +16,7 @@ from baton.runtime.service import Context, Service
 from baton.runtime.worker import (
     blocks_place,
     huge_gauges,
+    may_borrow,
     open_step_record,
     preload,
     take_engine,
@@ -60,6 +61,7 @@ def build(context: Context) -> Service:
         await thread.stop(STOP_S)
 
     def run(command: RunChunk) -> None:
+        engine.claim()
         thread.submit(lambda: worker.run(command, thread.tell))
 
     def map_arena(command: MapArena) -> None:
@@ -80,5 +82,8 @@ def build(context: Context) -> Service:
         model_name=model.name,
         on_stop=stop,
         gauges=huge_gauges(weights=engine.weight_pages),
-        facts=lambda: {"weights": weight_facts(engine)},
+        facts=lambda: {
+            "weights": weight_facts(engine),
+            "may_borrow": may_borrow(context.placement, model.kernels),
+        },
     )

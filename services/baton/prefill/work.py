@@ -95,6 +95,7 @@ class ChunkWorker:
             results=tuple(results[number] for number in range(len(command.rows))),
             seconds=ended - began - sums_seconds,
             ended_ns=int(ended * 1e9),
+            borrowed=self.engine.borrowed if live else 0.0,
         )
 
     def _stored(self, command: RunChunk, live: list[int]) -> ChunkStored:

@@ -25,6 +25,11 @@ MEMORY = 16
 #: A step that took longer than so many times its cell's mean counts as that much: the machine was
 #: busy with something else.
 OUTLIER = 3.0
+#: A step that had borrowed cores for this share of its time is one with them, and one that had none
+#: for it one without.
+MOSTLY = 0.9
+#: With as many cores borrowed as there are own ones a step takes half the time at best.
+UNSEEN = 2.0
 #: Longer steps (some hours), and slower attention (a second a pair), are told as this: no worker
 #: lives to see them, and whoever reads a curve may rely on it.
 MICROS_MAX = 10**10
@@ -91,6 +96,23 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
             (*self.micros, *(max(low, micros) for _, micros in more)),
             self.pair_picos or other.pair_picos,
         )
+
+    def completed(self, other: StepCurve, factor: float) -> StepCurve:
+        """Return this curve, and where nothing was seen here ``factor`` times ``other``: below the
+        first token count, above the last one."""
+        if not other.tokens:
+            return self
+        low, high = (self.tokens[0], self.tokens[-1]) if self.tokens else (0, 0)
+        points = [
+            (tokens, min(MICROS_MAX, max(1, round(factor * micros))))
+            for tokens, micros in zip(other.tokens, other.micros, strict=True)
+        ]
+        before = [(n, min(us, self.micros[0])) for n, us in points if n < low]
+        after = [(n, max(us, (self.micros or (0,))[-1])) for n, us in points if n > high]
+        whole = [*before, *zip(self.tokens, self.micros, strict=True), *after]
+        slope = self.pair_picos or min(PAIR_PICOS_MAX, round(factor * other.pair_picos))
+        tokens, micros = zip(*whole[:CELLS], strict=True)
+        return StepCurve(tuple(tokens), tuple(micros), slope)
 
     def prompt_seconds(
         self, begin: int, end: int, chunk: int, rows: int = 0, context: int = 0
@@ -174,6 +196,49 @@ class StepTimes:
         micros = tuple(min(MICROS_MAX, max(1, round(base * 1e6))) for base in _ascending(bases))
         tokens = tuple(round(cell.tokens) for cell in cells)
         return StepCurve(tokens, micros, min(PAIR_PICOS_MAX, round(slope * 1e12)))
+
+
+@dataclass(slots=True)
+class SharedStepTimes:
+    """What a worker learns that sometimes borrows cores: its steps alone, and those with them.
+
+    Each of the two is completed from the other one where only that has been seen, by how many times
+    as long a step alone takes where both have. Before both have been seen anywhere the worst is
+    assumed: alone ``UNSEEN`` times as long as with borrowed cores, with them no shorter than alone.
+    """
+
+    alone: StepTimes = field(default_factory=StepTimes)
+    helped: StepTimes = field(default_factory=StepTimes)
+
+    def learn(self, tokens: int, pairs: float, seconds: float, borrowed: float = 0.0) -> None:
+        """See :meth:`StepTimes.learn`; cores were borrowed for this share of the step. A step that
+        was neither one nor the other for nearly all of its time says nothing."""
+        if borrowed >= MOSTLY:
+            self.helped.learn(tokens, pairs, seconds)
+        elif 1 - borrowed >= MOSTLY:
+            self.alone.learn(tokens, pairs, seconds)
+
+    def curve(self) -> StepCurve:
+        """Return how long steps take without borrowed cores."""
+        alone, helped = self.alone.curve(), self.helped.curve()
+        return alone.completed(helped, _ratio(alone, helped) or UNSEEN)
+
+    def curve_borrowed(self) -> StepCurve:
+        """Return how long steps take with borrowed cores; empty: it has never had any."""
+        alone, helped = self.alone.curve(), self.helped.curve()
+        if not helped.tokens:
+            return helped
+        return helped.completed(alone, 1 / (_ratio(alone, helped) or 1.0))
+
+
+def _ratio(alone: StepCurve, helped: StepCurve) -> float:
+    """Return how many times as long a step takes alone, in the middle of the token counts at which
+    both curves have been seen; 0: there are none."""
+    low = max(alone.tokens[0], helped.tokens[0]) if alone.tokens and helped.tokens else 1
+    high = min(alone.tokens[-1], helped.tokens[-1]) if alone.tokens and helped.tokens else 0
+    counts = sorted({n for n in (*alone.tokens, *helped.tokens) if low <= n <= high})
+    ratios = sorted(alone.seconds(n) / helped.seconds(n) for n in counts)
+    return max(1.0, ratios[len(ratios) // 2]) if ratios else 0.0
 
 
 def pairs_of(start: int, tokens: int) -> float:

@@ -27,7 +27,7 @@ from baton.engine.invariance import difference
 from baton.engine.load import load_model
 from baton.engine.sampler import sample_rows
 from baton.ports.device import DeviceMissing
-from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, nothing
+from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, SharedCores, nothing
 
 
 class DeviceEngine:
@@ -103,9 +103,13 @@ class DeviceEngine:
         self._model = model
         self._trunk = _Trunk(model)
         self._forwards: Forwards | None = None
+        self.borrowed = 0.0
 
-    def use_threads(self, threads: int) -> None:
-        """See the contract. The first time the modules move to the device.
+    def claim(self) -> None:
+        """Its cores are not lent."""
+
+    def use_threads(self, threads: int, cores: SharedCores | None = None) -> None:
+        """See the contract; it cannot borrow. The first time the modules move to the device.
 
         Raises:
             DeviceMissing: there is none, it has too little memory for the weights, or its rows see

@@ -28,7 +28,16 @@ from baton.core.pages import Pages
 from baton.engine.info import KERNELS
 from baton.engine.sampler import sample_rows
 from baton.engine.stop_points import NoStopPoints, StopPoints
-from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, SampleSpec, StepFailed, nothing
+from baton.ports.engine import (
+    KVLayout,
+    ModelInfo,
+    Row,
+    Sampled,
+    SampleSpec,
+    SharedCores,
+    StepFailed,
+    nothing,
+)
 
 Words = NDArray[np.uint64]
 
@@ -107,6 +116,7 @@ class FakeEngine:
 
     kernels = KERNELS["fake"]
     weight_pages: Pages | None = None
+    borrowed = 0.0
 
     def __init__(
         self,
@@ -128,6 +138,9 @@ class FakeEngine:
         self._arenas: dict[str, Words] = {}
         self._decoding: set[str] = set()
 
+    def claim(self) -> None:
+        """Its cores are not lent."""
+
     def attach(self, arena: str, blocks: memoryview) -> None:
         """Make ``blocks`` usable as ``arena``."""
         layout = self.layout
@@ -139,7 +152,7 @@ class FakeEngine:
         """Drop every view of ``arena``."""
         self._arenas.pop(arena, None)
 
-    def use_threads(self, threads: int) -> None:
+    def use_threads(self, threads: int, cores: SharedCores | None = None) -> None:
         """It has none to choose."""
 
     def warm_up(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from ctypes import c_int32
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,15 @@ from baton.engine.native.arenas import Arenas
 from baton.engine.packed import PackedWeights
 from baton.engine.rehearsal import rehearse
 from baton.engine.sampler import sample_rows
-from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, nothing
+from baton.ports.engine import (
+    CORE_LINE_BYTES,
+    KVLayout,
+    ModelInfo,
+    Row,
+    Sampled,
+    SharedCores,
+    nothing,
+)
 
 #: Fields of the packed file's header that the kernels' shape has under the same name.
 _SHAPE = (
@@ -49,6 +58,8 @@ class LlamaEngine:
         self._library = library
         self._weights = PackedWeights(packed)
         self.weight_pages: Pages | None = self._weights.pages()
+        self._cores: SharedCores | None = None
+        self.borrowed = 0.0
         self._handle = self._make(threads or len(os.sched_getaffinity(0)))
         self._arenas = Arenas(layout)
         self._logits: NDArray[np.float32] = np.empty((0, info.vocab_size), np.float32)
@@ -57,13 +68,23 @@ class LlamaEngine:
         """Stop the threads."""
         self._library.llama_free(self._handle)
 
-    def use_threads(self, threads: int) -> None:
+    def use_threads(self, threads: int, cores: SharedCores | None = None) -> None:
         """See the contract."""
         self._library.llama_free(self._handle)
+        # The threads look at its lines as long as they live.
+        self._cores = cores
         self._handle = self._make(threads)
 
     def _make(self, threads: int) -> int:
-        return self._library.llama_new(_llama(self._weights, self.layout, threads))
+        spec = _llama(self._weights, self.layout, threads)
+        if self._cores is not None:
+            spec.cores = _cores(self._cores)
+        return self._library.llama_new(spec)
+
+    def claim(self) -> None:
+        """See the contract."""
+        if self._cores is not None:
+            self._library.llama_claim(self._handle)
 
     def attach(self, arena: str, blocks: memoryview) -> None:
         """Make ``blocks`` usable as ``arena``, without a copy."""
@@ -77,8 +98,12 @@ class LlamaEngine:
         self, rows: Sequence[Row], stored: Callable[[], None] = nothing
     ) -> list[Sampled | None]:
         """Compute one packed batch; see the contract."""
-        logits, told = self._compute(rows, stored)
-        return sample_rows(rows, logits, stored=told)
+        self._library.llama_begin(self._handle)
+        try:
+            logits, told = self._compute(rows, stored)
+            return sample_rows(rows, logits, stored=told)
+        finally:
+            self.borrowed = self._library.llama_end(self._handle)
 
     def logits(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """Compute one packed batch without sampling; float32 [rows that sample, vocab]."""
@@ -105,6 +130,14 @@ class LlamaEngine:
     def warm_up(self) -> None:
         """Run one prompt chunk and one decode step in memory of its own."""
         rehearse(self)
+
+
+def _cores(cores: SharedCores) -> abi.Cores:
+    """Return the struct that describes ``cores``."""
+    lines = np.frombuffer(cores.lines, np.uint8)
+    assert (max((*cores.own, *cores.borrows), default=-1) + 1) * CORE_LINE_BYTES <= len(lines)
+    own, loans = ((c_int32 * len(each))(*each) for each in (cores.own, cores.borrows))
+    return abi.Cores(abi.address(lines), own, loans, len(own), len(loans))
 
 
 def _llama(weights: PackedWeights, layout: KVLayout, threads: int) -> abi.Llama:

@@ -22,7 +22,7 @@ from baton.engine.load import load_model
 from baton.engine.plan import TILE, plan_step
 from baton.engine.rehearsal import rehearse
 from baton.engine.sampler import sample_rows
-from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, nothing
+from baton.ports.engine import KVLayout, ModelInfo, Row, Sampled, SharedCores, nothing
 
 
 class _Told:
@@ -105,13 +105,17 @@ class TorchEngine:
         self.kernels = KERNELS["torch"] if attention is None else attention.kernels
         self._attention = attention
         self._arenas: dict[str, ArenaView] = {}
+        self.borrowed = 0.0
         self.last_calls: dict[int, int] = {}
 
-    def use_threads(self, threads: int) -> None:
-        """See the contract."""
+    def use_threads(self, threads: int, cores: SharedCores | None = None) -> None:
+        """See the contract; it cannot borrow."""
         torch.set_num_threads(threads)
         if self._attention is not None:
             self._attention.use_threads(threads)
+
+    def claim(self) -> None:
+        """Its cores are not lent."""
 
     def attach(self, arena: str, blocks: memoryview) -> None:
         """Make ``blocks`` usable as ``arena``, without a copy."""

@@ -176,6 +176,20 @@ def nothing() -> None:
     """Whom ``stored`` tells nothing."""
 
 
+#: Of one core on the core board.
+CORE_LINE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCores:
+    """The cores of a worker, and those of other workers of its host that it may borrow."""
+
+    lines: memoryview
+    """The core board (``native/board.h``): one line of 64 bytes for each core, shared by all."""
+    own: tuple[int, ...]
+    borrows: tuple[int, ...]
+
+
 class Engine(Protocol):
     """The compute engine of one worker process."""
 
@@ -185,6 +199,15 @@ class Engine(Protocol):
     """Name of the kernel set, part of the compatibility digest."""
     weight_pages: Pages | None
     """How the weights lay in memory when they were mapped; ``None``: they are no mapped file."""
+    borrowed: float
+    """For which share of the last step cores of other workers were borrowed: 0 to 1."""
+
+    def claim(self) -> None:
+        """A step will begin at once: whoever has borrowed this worker's cores is to leave them.
+
+        Called on any thread, while no step runs. If none begins they are lent again soon.
+        """
+        ...
 
     def attach(self, arena: str, blocks: memoryview) -> None:
         """Make ``blocks`` (writable, ``n_blocks * layout.block_bytes``) usable as ``arena``."""
@@ -204,8 +227,9 @@ class Engine(Protocol):
         """
         ...
 
-    def use_threads(self, threads: int) -> None:
-        """Compute with so many threads from now on.
+    def use_threads(self, threads: int, cores: SharedCores | None = None) -> None:
+        """Compute with so many threads from now on, and on ``cores.borrows`` while they are idle;
+        an engine that cannot borrow computes without.
 
         An engine is made and warmed up in one process, with one thread, and used in others that are
         forked from it: neither starts a thread or touches a device.

@@ -216,6 +216,11 @@ _ALL = (
     _counter("prefix_misjudged_tokens_total", "Differences between the two, either way."),
     # engine
     _histogram("engine_step_seconds", "One engine step.", GAPS, kind=STEP_KINDS),
+    _counter(
+        "engine_borrowed_seconds_total",
+        "Time of engine steps with the cores of other workers, which these did not need.",
+        kind=STEP_KINDS,
+    ),
     _histogram("engine_step_tokens", "Tokens computed in one step.", TOKENS, kind=STEP_KINDS),
     _histogram("engine_step_rows", "Sequences in one step.", TOKENS[:9], kind=STEP_KINDS),
     _gauge("engine_threads", "Compute threads of this process."),

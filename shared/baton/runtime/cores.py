@@ -9,8 +9,9 @@ Every process of a cluster starts with the same affinity and so arrives at the s
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.core.ids import Role
@@ -28,6 +29,8 @@ class Placement:
     """Empty: wherever the kernel likes."""
     threads: int
     """Compute threads, >= 1."""
+    borrows: tuple[int, ...] = ()
+    """Cores of other workers that it may compute on while those do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +160,32 @@ def _pinned(config: Config, usable: Sequence[int]) -> CorePlan:
                 workers[worker_id] = Placement(cores, threads)
         else:
             workers.update(dict.fromkeys(names, rest))
+    if _lends(config):
+        engines = [name for role, name in worker_ids(config) if role in (Role.PREFILL, Role.DECODE)]
+        workers |= _with_loans({name: workers[name] for name in engines})
     return CorePlan(
         workers,
         rest,
         f"prefill {list(prefill_cores)}, decode {list(decode_cores)}, rest {list(rest.cores)}",
     )
+
+
+def _lends(config: Config) -> bool:
+    """Whether workers lend their cores. The pure modes do not by themselves: what they are compared
+    by is the cores that each side has."""
+    lend = config.cores.lend
+    return lend == "on" or (lend == "auto" and config.cluster.mode == "adaptive")
+
+
+def _with_loans(workers: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Let each worker borrow the cores of the others that are one worker's alone: of a core that
+    several compute on nobody could say that it is idle."""
+    owners = Counter(core for placement in workers.values() for core in placement.cores)
+    lent = {core for core, count in owners.items() if count == 1}
+    return {
+        name: replace(placement, borrows=tuple(sorted(lent - set(placement.cores))))
+        for name, placement in workers.items()
+    }
 
 
 def _sides(config: Config, usable: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

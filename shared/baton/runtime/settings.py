@@ -187,6 +187,10 @@ class CoresConfig(Section, frozen=True):
     """Cores of the decode processes. Empty: chosen."""
     rest: Cores = ()
     """Cores of routers, gateways and ledger. Empty: those of prefill."""
+    lend: Literal["auto", "on", "off"] = "auto"
+    """Whether a worker that computes nothing lends its cores to the other workers of its host; it
+    has them back within milliseconds. `auto`: in adaptive mode. Without effect where workers are
+    not pinned to cores of their own, or the step is not compiled."""
 
 
 class FenceConfig(Section, frozen=True):

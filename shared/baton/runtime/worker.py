@@ -16,10 +16,14 @@ from baton.core.pages import Pages
 from baton.engine.build import build_device, build_engine
 from baton.engine.fake import FakeKnobs
 from baton.engine.info import ModelNotPrepared, ModelRefused
+from baton.engine.kernels import KernelChoice
 from baton.engine.stop_points import FileStopPoints
 from baton.ports.device import DeviceMissing
-from baton.ports.engine import Engine
+from baton.ports.engine import Engine, SharedCores
+from baton.runtime import core_board
 from baton.runtime.clock import BootClock
+from baton.runtime.core_board import NoCoreBoard, open_core_board
+from baton.runtime.cores import Placement
 from baton.runtime.dirs import run_dir
 from baton.runtime.logs import FilteringBoundLogger
 from baton.runtime.model import ServedModel, served_model
@@ -80,7 +84,7 @@ def take_engine(context: Context) -> tuple[Engine, ServedModel]:
     if isinstance(loaded, StartFailed):
         raise loaded
     try:
-        loaded.engine.use_threads(context.placement.threads)
+        loaded.engine.use_threads(context.placement.threads, _share_cores(context, loaded.model))
     except (DeviceMissing, ModelRefused) as error:
         raise StartFailed(str(error), permanent=True) from None
     return loaded.engine, loaded.model
@@ -120,6 +124,28 @@ def weight_facts(engine: Engine) -> dict[str, object] | None:
 def share_of(pages: Pages | None) -> float | None:
     """Return the share in huge pages as logs and ``baton status`` show it."""
     return None if pages is None else round(pages.huge_share, 3)
+
+
+def may_borrow(placement: Placement, kernels: KernelChoice) -> tuple[int, ...]:
+    """Return the cores of other workers on which a worker with these kernels may compute."""
+    return placement.borrows if kernels.packed is not None else ()
+
+
+def _share_cores(context: Context, model: ServedModel) -> SharedCores | None:
+    """Open the core board, if there is anything to borrow for this worker.
+
+    Raises:
+        StartFailed: what lies there is no core board.
+    """
+    own, borrows = context.placement.cores, may_borrow(context.placement, model.kernels)
+    if not borrows:
+        return None
+    try:
+        lines = open_core_board(context.run_dir / core_board.FILE, own)
+    except NoCoreBoard as error:
+        raise StartFailed(str(error), permanent=True) from None
+    context.log.info("cores_shared", own=list(own), may_borrow=list(borrows))
+    return SharedCores(lines, own, borrows)
 
 
 def _load(config: Config, model: ServedModel, log: FilteringBoundLogger) -> Loaded:

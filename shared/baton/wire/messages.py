@@ -347,6 +347,9 @@ class WorkerStatus(Message, frozen=True):
     """Age of the step in flight, 0 if none."""
     curve: StepCurve = StepCurve()
     """What it has learned of how long its steps take."""
+    curve_borrowed: StepCurve = StepCurve()
+    """And with the cores of other workers, which it borrows while those compute nothing; empty: it
+    has not borrowed any."""
     chunk_tokens: Count = 0
     """Most prompt tokens that it computes in one step."""
     context_tokens: Count = 0
@@ -366,6 +369,7 @@ class WorkerStatus(Message, frozen=True):
         if self.joining > self.waiting:
             raise ValueError(f"{self.joining} of {self.waiting} that wait are handed over")
         self.curve.verify()
+        self.curve_borrowed.verify()
 
 
 class BlocksChanged(Message, frozen=True):

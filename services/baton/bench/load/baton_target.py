@@ -35,6 +35,7 @@ def limits_of(config: Config) -> dict[str, Any]:
         "arena_mib": config.arena.size_mb,
         "block_size": config.arena.block_size,
         "pin": config.cores.pin,
+        "lend": config.cores.lend,
         "router": msgspec.to_builtins(config.router),
         **msgspec.to_builtins(config.limits),
     }

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int32, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_void_p
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-ABI = 3
+ABI = 4
 DTYPES = {"float32": 0, "bfloat16": 1}
 #: Elements of K that a packed line holds of one column.
 K_STEP = {"float32": 1, "bfloat16": 2}
@@ -80,6 +80,16 @@ class LlamaLayer(Structure):
     )
 
 
+class Cores(Structure):
+    """A worker's cores on the core board; all null: nobody lends."""
+
+    _fields_ = (
+        ("lines", c_void_p),
+        *((name, POINTER(c_int32)) for name in ("own", "loans")),
+        *((name, c_int32) for name in ("own_count", "loan_count")),
+    )
+
+
 class Llama(Structure):
     """A Llama-like model."""
 
@@ -92,6 +102,7 @@ class Llama(Structure):
         ("final_norm", c_void_p),
         ("head", Weights),
         ("layers", POINTER(LlamaLayer)),
+        ("cores", Cores),
     )
 
 
@@ -156,6 +167,19 @@ class Library:
         """Compute the logits of the step before; see ``Llama::head``."""
         self._checked(self._c.baton_llama_head(handle, len(logits), address(logits)))
 
+    def llama_claim(self, handle: int) -> None:
+        """See ``Pool::claim``."""
+        self._c.baton_llama_claim(handle)
+
+    def llama_begin(self, handle: int) -> None:
+        """A step begins: see ``Pool::begin``."""
+        self._c.baton_llama_begin(handle)
+
+    def llama_end(self, handle: int) -> float:
+        """It has ended; return for which share of it others' cores were borrowed."""
+        share: float = self._c.baton_llama_end(handle)
+        return share
+
     def pool_new(self, threads: int) -> int:
         """Return a handle of threads for :meth:`attend`."""
         handle: int = self._c.baton_pool_new(threads)
@@ -203,6 +227,9 @@ _SIGNATURES: Sequence[tuple[str, Any, list[Any]]] = (
     ("baton_llama_free", None, [_P]),
     ("baton_llama_step", _I, [_P, _P, _I, _P, _I, _P, _I]),
     ("baton_llama_head", _I, [_P, _I, _P]),
+    ("baton_llama_claim", None, [_P]),
+    ("baton_llama_begin", None, [_P]),
+    ("baton_llama_end", c_double, [_P]),
     ("baton_pool_new", _P, [_I]),
     ("baton_pool_free", None, [_P]),
     ("baton_attend", _I, [POINTER(AttentionCall), _P, _P, _I, _I, _P, _P, _P, _P]),

@@ -18,6 +18,7 @@
 #include <limits>
 
 #include "passes_amx.h"
+#include "pool.h"
 
 namespace baton {
 
@@ -321,13 +322,13 @@ class Attention {
     heads_ = std::min(kQueryRows / group_, (all + parts - 1) / parts);
   }
 
-  // Takes part until nothing is left. query: float [tokens][query_stride], out: Out [tokens]
+  // Takes part until nothing is left, or `seat` has to go. query: float [tokens][query_stride], out: Out [tokens]
   // [out_stride], both by place among the packed tokens.
   template <class Out>
-  void take_part(AttentionScratch<T>& scratch, const float* query, ptrdiff_t query_stride,
-                 Out* out, ptrdiff_t out_stride) {
+  void take_part(const Seat& seat, AttentionScratch<T>& scratch, const float* query,
+                 ptrdiff_t query_stride, Out* out, ptrdiff_t out_stride) {
     int passed = 0, r = 0;  // parts of the rows before row r
-    while (r < count_) {
+    while (r < count_ && seat.stays()) {
       const int number = next_.fetch_add(1, std::memory_order_relaxed);
       while (r < count_ && number >= passed + parts(rows_[r])) passed += parts(rows_[r++]);
       if (r == count_) return;

@@ -21,8 +21,8 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _SOURCES = (
-    *("base.h", "reg_avx512.h", "reg_avx2.h", "reg_portable.h", "vec.h", "buffer.h", "pool.h"),
-    *("amx.h", "tile.h", "quant.h", "quant_amx.h", "gemm_amx.h", "gemm.h", "passes.h"),
+    *("base.h", "reg_avx512.h", "reg_avx2.h", "reg_portable.h", "vec.h", "buffer.h", "board.h"),
+    *("pool.h", "amx.h", "tile.h", "quant.h", "quant_amx.h", "gemm_amx.h", "gemm.h", "passes.h"),
     *("passes_amx.h", "attention.h", "llama.h", "kernels.cpp"),
 )
 #: ``-ffp-contract=off``: what is fused is written as such, so results do not depend on a compiler.

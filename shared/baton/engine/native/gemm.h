@@ -7,6 +7,8 @@
 // tile registers those for bfloat16 are `gemm_amx.h`'s and `quant_amx.h`'s.
 #pragma once
 
+#include <utility>
+
 #include "gemm_amx.h"
 #include "quant_amx.h"
 
@@ -88,19 +90,25 @@ struct FullProduct {
   }
 };
 
-// Groups `first` .. `last` of A * W^T for m rows; for `done` see `each_tile`.
-template <class T, class Done>
-void product(const Weights<T>& w, const Act<T>* a, ptrdiff_t lda, int m, int first, int last,
+// Groups of A * W^T for m rows: those [first, last) that `next(first, last)` gives until it is false;
+// for `done` see `each_tile`.
+template <class T, class Next, class Done>
+void product(const Weights<T>& w, const Act<T>* a, ptrdiff_t lda, int m, Next&& next,
              const Done& done) {
+  int first, last;
+  if (!next(first, last)) return;
   const auto quantised = [&](auto codes) {
 #if defined(__AMX_BF16__)
     if constexpr (std::is_same_v<T, Bf16>) {
       TileSlabProduct<decltype(codes)> of(w.data, a, lda, m, w.k);
-      return of.run(m, first, last, w.bias, done);
+      do of.run(m, first, last, w.bias, done);
+      while (next(first, last));
+      return;
     }
 #endif
     SlabProduct<T, decltype(codes)> of(w.data, a, lda, m, w.k);
-    each_tile<kSlabRows>(m, first, last, w.bias, of, done);
+    do each_tile<kSlabRows>(m, first, last, w.bias, of, done);
+    while (next(first, last));
   };
   switch (w.kind) {
     case kInt4:
@@ -111,12 +119,24 @@ void product(const Weights<T>& w, const Act<T>* a, ptrdiff_t lda, int m, int fir
 #if defined(__AMX_BF16__)
       if constexpr (std::is_same_v<T, Bf16>) {
         TileProduct of(a, lda, static_cast<const Bf16*>(w.data), w.k);
-        return of.run(m, first, last, w.bias, done);
+        do of.run(m, first, last, w.bias, done);
+        while (next(first, last));
+        return;
       }
 #endif
       FullProduct<T> of{w, a, lda};
-      each_tile<Tile<T>::rows>(m, first, last, w.bias, of, done);
+      do each_tile<Tile<T>::rows>(m, first, last, w.bias, of, done);
+      while (next(first, last));
   }
 }
+
+// All groups in one piece.
+struct AllGroups {
+  int left;
+  bool operator()(int& first, int& last) {
+    first = 0, last = std::exchange(left, 0);
+    return last > 0;
+  }
+};
 
 }  // namespace baton

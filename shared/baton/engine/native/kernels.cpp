@@ -50,6 +50,13 @@ struct BatonLlamaLayer {
   int32_t window, rotate;
 };
 
+// Cores of this worker and those it may borrow; `lines` null: nobody lends.
+struct BatonCores {
+  void* lines;  // of all cores, see board.h
+  const int32_t *own, *loans;
+  int32_t own_count, loan_count;
+};
+
 struct BatonLlama {
   LlamaShape shape;
   int32_t dtype, threads;
@@ -57,6 +64,7 @@ struct BatonLlama {
   const float *rotary, *final_norm;
   PlainWeights head;
   const BatonLlamaLayer* layers;
+  BatonCores cores;
 };
 
 struct BatonAttention {
@@ -69,9 +77,19 @@ struct BatonAttention {
 
 namespace {
 
+Cores cores_of(const BatonCores& given) {
+  Cores found;
+  CoreLine* lines = static_cast<CoreLine*>(given.lines);
+  if (!lines) return found;
+  for (int i = 0; i < given.own_count; ++i) found.own.push_back(lines + given.own[i]);
+  for (int i = 0; i < given.loan_count; ++i)
+    found.loans.push_back({given.loans[i], lines + given.loans[i]});
+  return found;
+}
+
 template <class T>
 Llama* make_llama(const BatonLlama& given) {
-  auto made = std::make_unique<LlamaOf<T>>(given.shape, given.threads);
+  auto made = std::make_unique<LlamaOf<T>>(given.shape, given.threads, cores_of(given.cores));
   made->embedding = static_cast<const T*>(given.embedding);
   made->rotary = given.rotary;
   made->final_norm = given.final_norm;
@@ -97,12 +115,13 @@ void attend(const BatonAttention& what, Pool& pool, const Row* rows, int count, 
       const ptrdiff_t at = (rows[r].begin + i) * token;
       store_kv(kv, rows[r], rows[r].start + i, key + at, value + at);
     }
-  Attention<T> attention(kv, kind, what.heads, rows, count, pool.size());
-  pool.run([&](int) {
+  const Crew crew = pool.gather();
+  Attention<T> attention(kv, kind, what.heads, rows, count, crew.threads);
+  pool.run(crew, [&](Seat& seat) {
     thread_local std::unique_ptr<AttentionScratch<T>> scratch;
     if (!scratch || scratch->width != what.layout.head_dim)
       scratch = std::make_unique<AttentionScratch<T>>(what.layout.head_dim);
-    attention.take_part(*scratch, query, width, out, width);
+    attention.take_part(seat, *scratch, query, width, out, width);
   });
 }
 
@@ -118,7 +137,7 @@ void multiply_all(const PlainWeights& plain, const float* a, int m, float* out) 
     put<T>(rounded, load(line));
     std::memcpy(static_cast<void*>(&left[i]), rounded, some * sizeof(Act<T>));
   }
-  product<T>(w, left.data(), w.k, m, 0, w.groups(),
+  product<T>(w, left.data(), w.k, m, AllGroups{w.groups()},
              [&](int row, int rows, int group, const float* block) {
                const int column = group * kGroup, some = std::min(kGroup, w.n - column);
                for (int i = 0; i < rows; ++i)
@@ -131,7 +150,7 @@ void multiply_all(const PlainWeights& plain, const float* a, int m, float* out) 
 
 extern "C" {
 
-BATON_EXPORT int32_t baton_abi() { return 3; }
+BATON_EXPORT int32_t baton_abi() { return 4; }
 
 // Whether the kernel lets this process use the level's registers; must be asked before anything else.
 BATON_EXPORT int32_t baton_granted() {
@@ -171,6 +190,15 @@ BATON_EXPORT int32_t baton_llama_head(void* handle, int32_t kept, float* logits)
   llama.head(logits);
   return kFine;
 }
+
+// See Pool::claim.
+BATON_EXPORT void baton_llama_claim(void* handle) { static_cast<Llama*>(handle)->claim(); }
+
+// A step begins: nobody else computes on this worker's cores.
+BATON_EXPORT void baton_llama_begin(void* handle) { static_cast<Llama*>(handle)->begin(); }
+
+// It has ended; returns for which share of it cores of other workers were borrowed.
+BATON_EXPORT double baton_llama_end(void* handle) { return static_cast<Llama*>(handle)->end(); }
 
 BATON_EXPORT void* baton_pool_new(int32_t threads) { return new Pool(threads); }
 

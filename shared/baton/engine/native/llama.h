@@ -44,6 +44,10 @@ class Llama {
                     const int32_t* keep, int kept) = 0;
   // The kept tokens' logits, once after each step that kept some: float [kept][vocab].
   virtual void head(float* logits) = 0;
+  // Around a step and what comes after it, see `Pool`.
+  virtual void claim() = 0;
+  virtual void begin() = 0;
+  virtual double end() = 0;
   int kept = 0;  // tokens of the last step that wait for the head
   LlamaShape shape;
 };
@@ -51,10 +55,10 @@ class Llama {
 template <class T>
 class LlamaOf final : public Llama {
  public:
-  LlamaOf(const LlamaShape& given, int threads) : pool_(threads) {
+  LlamaOf(const LlamaShape& given, int threads, Cores cores) : pool_(threads, std::move(cores)) {
     shape = given;
     layout_ = {given.layers, given.kv_heads, given.head_dim, given.block_size};
-    for (int i = 0; i < threads; ++i) scratch_.emplace_back(given.head_dim);
+    for (int i = 0; i < pool_.most(); ++i) scratch_.emplace_back(given.head_dim);
   }
 
   const T* embedding = nullptr;       // [vocab][hidden]
@@ -98,6 +102,10 @@ class LlamaOf final : public Llama {
     kept = 0;
   }
 
+  void claim() override { pool_.claim(); }
+  void begin() override { pool_.begin(); }
+  double end() override { return pool_.end(); }
+
  private:
   int q_width() const { return shape.heads * shape.head_dim; }
   int kv_width() const { return shape.kv_heads * shape.head_dim; }
@@ -111,24 +119,34 @@ class LlamaOf final : public Llama {
     gated_ = gated_memory_.sized(tokens * shape.intermediate);
   }
 
-  // Every thread takes its share of a product's groups.
+  // Multiply-adds after which a borrowed core can be had back: a millisecond or less where it counts.
+  static constexpr long kSliceWork = 1 << 26;
+  // Lines that are worth asking for a borrowed core.
+  static constexpr int kLinesLent = 64;
+
+  // Everybody takes some of a product's groups.
   template <class Done>
   void spread(const Weights<T>& w, const Act<T>* a, ptrdiff_t lda, int lines, const Done& done) {
-    pool_.run([&](int thread) {
-      const Share groups(w.groups(), thread, pool_.size());
-      product<T>(w, a, lda, lines, groups.first, groups.last, done);
+    const Crew crew = pool_.gather();
+    const long work = long(lines) * w.k * kGroup;
+    Slices groups(w.groups(), crew, int(std::max(1L, kSliceWork / std::max(1L, work))));
+    pool_.run(crew, [&](Seat& seat) {
+      product<T>(w, a, lda, lines,
+                 [&](int& first, int& last) { return groups.next(seat, first, last); }, done);
     });
   }
 
   template <class Work>
   void each_line(int lines, const Work& work) {
-    if (lines < 2 * pool_.size()) {  // less than waking somebody costs
+    const Crew crew = lines < kLinesLent ? pool_.own() : pool_.gather();
+    if (lines < 2 * crew.threads) {  // less than waking somebody costs
       for (int i = 0; i < lines; ++i) work(i);
       return;
     }
-    pool_.run([&](int thread) {
-      const Share share(lines, thread, pool_.size());
-      for (int i = share.first; i < share.last; ++i) work(i);
+    Slices some(lines, crew, lines);
+    pool_.run(crew, [&](Seat& seat) {
+      for (int i, last; some.next(seat, i, last);)
+        for (; i < last; ++i) work(i);
     });
   }
 
@@ -205,10 +223,10 @@ class LlamaOf final : public Llama {
     const LlamaLayer<T>& layer = layers[l];
     const Kv<T> kv{layout_, l};
     const AttentionKind kind{shape.scale, 0.0f, layer.window};
-    Attention<T> attention(kv, kind, shape.heads, rows.data(), int(rows.size()),
-                           pool_.size());
-    pool_.run([&](int thread) {
-      attention.take_part(scratch_[thread], qkv_, qkv_width(), attended_, q_width());
+    const Crew crew = pool_.gather();
+    Attention<T> attention(kv, kind, shape.heads, rows.data(), int(rows.size()), crew.threads);
+    pool_.run(crew, [&](Seat& seat) {
+      attention.take_part(seat, scratch_[seat.thread], qkv_, qkv_width(), attended_, q_width());
     });
     spread(layer.out, attended_, q_width(), lines, Add{*this});
   }
