@@ -15,17 +15,18 @@ def _take_in(play: Decode, request: RequestSpec) -> None:
     play.do_hear(R, ReserveDecode(request, 1, None))
 
 
-def _sizes(play: Decode, steps: int) -> list[int]:
-    """Let steps of 10 ms and 2 ms a token run; return how much of a prompt each one has."""
+def _sizes(play: Decode, steps: int, *, borrowed: bool = False) -> list[int]:
+    """Let steps of 10 ms and 2 ms a token run, with ``borrowed`` cores of half of that; return how
+    much of a prompt each one has."""
     found = []
     for _ in range(steps):
         step = play.last(RunStep)
         tokens = [len(row.token_ids) for row in step.rows]
         found.append(sum(count for count in tokens if count > 1))
-        play.now += 0.01 + 0.002 * sum(tokens)
+        play.now += (0.01 + 0.002 * sum(tokens)) / (1 + borrowed)
         results = tuple(None if row.sample is None else Sampled(50) for row in step.rows)
         sums = tuple((7,) * len(checks) for checks in step.seals)
-        play.do(StepFinished(step.step, results, sums, 0.01))
+        play.do(StepFinished(step.step, results, sums, 0.01, float(borrowed)))
     return found
 
 
@@ -49,6 +50,15 @@ def test_beside_streams_a_chunk_is_as_long_as_their_slo_allows() -> None:
     """Steps of 142 ms would be too long: at 2 ms a token chunks settle near 18 of 64 tokens."""
     sizes = _sizes(_busy(itl_s=0.0625), 12)
     assert max(sizes) <= 20 and sizes[-1] >= 12, sizes
+
+
+def test_with_borrowed_cores_a_chunk_is_one_that_can_be_borne_without_them() -> None:
+    """They may be wanted back in the middle of it: at 2 ms a token 24 fit into the SLO itself, at
+    half of that more would fit into what is planned."""
+    play = _busy(itl_s=0.0625)
+    alone = _sizes(play, 6)
+    helped = _sizes(play, 14, borrowed=True)
+    assert max(alone) <= 20 and set(helped[6:]) == {24}, (alone, helped)
 
 
 def test_who_is_handed_over_meets_the_steps_of_everybody() -> None:

@@ -382,3 +382,28 @@ def test_a_cached_prompt_is_not_given_up_for_its_length() -> None:
     assert play.wait(0.5) == []
     play.admit(play.fresh("new", 600))
     play.says(P, call(PlaceRequest, request_id="long"))
+
+
+def test_who_borrows_cores_is_expected_to_be_as_fast_as_that() -> None:
+    """Decode has those of an idle prefill worker and the other way round; nobody has
+    those of a worker on another host."""
+    play = Adaptive()
+    helped = StepCurve((1, 64, 256), (3_300, 22_200, 79_800))
+    play.says(P, curve_borrowed=helped)
+    play.says(D, curve_borrowed=helped)
+    placement = play.machine.state.placement
+    choice, decode, prefill = placement.choice, placement.workers[D], placement.workers[P]
+    assert choice.speed(decode, [prefill]).now == choice.speed(prefill, [decode]).now == helped
+    assert choice.speed(decode, [prefill]).alone == CURVE
+    assert choice.speed(decode, []).now == CURVE
+    decode.host = "other"
+    assert choice.speed(decode, [prefill]).now == CURVE
+    decode.host = prefill.host
+    play.says(D, curve_borrowed=helped, **busy(1))
+    assert choice.speed(prefill, [decode]).now == CURVE
+    assert choice.speed(decode, [prefill]).now == helped
+    play.says(P, curve_borrowed=helped, waiting=1, queued_tokens=100)
+    assert choice.speed(decode, [prefill]).now == CURVE
+    play.says(P, curve_borrowed=helped)
+    prefill.given()
+    assert choice.speed(decode, [prefill]).now == CURVE

@@ -9,11 +9,14 @@ import pytest
 from baton.core.ids import Peer, Role
 from baton.core.slo import Slo
 from baton.core.step_times import StepCurve
-from baton.router.estimate import Estimator, Line, Need
+from baton.router.estimate import Estimator, Line, Need, Speed
 from baton.router.workers import WorkerView
 from baton.wire.messages import WorkerStatus
 
 CURVE = StepCurve((1, 64, 256), (5_500, 37_000, 133_000))
+SPEED = Speed(CURVE, CURVE)
+#: With as many cores again: 0.6 of the time.
+HELPED = Speed(CURVE, StepCurve(CURVE.tokens, (3_300, 22_200, 79_800)))
 P, D = Peer("prefill-0", 1), Peer("decode-0", 2)
 
 
@@ -72,12 +75,12 @@ def test_a_remote_way_is_its_queue_its_chunks_and_the_hand_over() -> None:
     decode = view(D, Role.DECODE, running=3, context_tokens=900, handover_us=2_000)
     prefill = view(P, Role.PREFILL, waiting=2, queued_tokens=512)
     need = Need(tokens=400, cached=100, waited_s=0.05)
-    found = estimator.remote(decode, prefill, (CURVE, CURVE), need, ahead=4, promised=0)
+    found = estimator.remote(decode, prefill, (SPEED, SPEED), need, ahead=4, promised=0)
     expected = 2 * 0.133 + 0.133 + CURVE.seconds(44) + 0.002
     assert found.raw_s == pytest.approx(expected)
     assert found.ttft_s == pytest.approx(expected + 0.05)
     assert (found.lost, found.delay_s, found.kind) == (0, 0.0, "remote")
-    busy = estimator.remote(decode, prefill, (CURVE, CURVE), need, ahead=2, promised=5_000)
+    busy = estimator.remote(decode, prefill, (SPEED, SPEED), need, ahead=2, promised=5_000)
     assert busy.late and not busy.ready and "once there is room" in busy.words()
 
 
@@ -86,14 +89,14 @@ def test_a_local_way_is_its_chunks_beside_the_streams_and_what_that_costs_them()
     estimator = Estimator(Slo(2.0, 0.05))
     decode = view(D, Role.DECODE, running=4, context_tokens=1_200)
     need = Need(tokens=256, cached=0, waited_s=0.0)
-    found = estimator.local(decode, CURVE, need, ahead=4)
+    found = estimator.local(decode, SPEED, need, ahead=4)
     calm, step = CURVE.seconds(4), CURVE.seconds(4 + 64)
     assert found.step_s == pytest.approx(step) and step <= 0.04
     assert found.raw_s == pytest.approx(calm / 2 + 4 * step)
     assert found.delay_s == pytest.approx(4 * 4 * (step - calm))
     assert found.lost == 0 and "delays others" in found.words()
     alone = view(D, Role.DECODE)
-    assert estimator.local(alone, CURVE, need, ahead=4).raw_s == pytest.approx(
+    assert estimator.local(alone, SPEED, need, ahead=4).raw_s == pytest.approx(
         2 * CURVE.seconds(128)
     )
 
@@ -104,8 +107,8 @@ def test_what_streams_lose_is_counted() -> None:
     steep = StepCurve((1, 8, 64), (8_000, 9_000, 80_000))
     need = Need(tokens=200, cached=0, waited_s=0.0)
     decode = view(D, Role.DECODE, running=4, context_tokens=800)
-    assert Estimator(Slo(5.0, 0.015)).local(decode, steep, need, ahead=4).stalled == 4
-    assert Estimator(Slo(5.0, 0.005)).local(decode, steep, need, ahead=4).stalled == 0
+    assert Estimator(Slo(5.0, 0.015)).local(decode, Speed(steep, steep), need, ahead=4).stalled == 4
+    assert Estimator(Slo(5.0, 0.005)).local(decode, Speed(steep, steep), need, ahead=4).stalled == 0
 
 
 def test_who_is_on_its_way_will_meet_the_steps_too() -> None:
@@ -117,21 +120,21 @@ def test_who_is_on_its_way_will_meet_the_steps_too() -> None:
     def joins(joining: int, **status: int) -> WorkerView:
         return view(D, Role.DECODE, waiting=joining, joining=joining, **status)
 
-    calm = estimator.local(view(D, Role.DECODE, running=2), CURVE, need, ahead=4)
-    joined = estimator.local(joins(running=2, joining=1), CURVE, need, ahead=4)
+    calm = estimator.local(view(D, Role.DECODE, running=2), SPEED, need, ahead=4)
+    joined = estimator.local(joins(running=2, joining=1), SPEED, need, ahead=4)
     assert joined.step_s == calm.step_s <= 0.04 and joined.lost == 0
-    nobody = estimator.local(view(D, Role.DECODE), CURVE, need, ahead=4)
-    alone = estimator.local(joins(joining=1), CURVE, need, ahead=4)
+    nobody = estimator.local(view(D, Role.DECODE), SPEED, need, ahead=4)
+    alone = estimator.local(joins(joining=1), SPEED, need, ahead=4)
     assert alone.step_s <= 0.04 < nobody.step_s
     given = view(D, Role.DECODE)
     given.placed, given.placed_joining = 1, 1
-    assert estimator.local(given, CURVE, need, ahead=4).step_s == alone.step_s
+    assert estimator.local(given, SPEED, need, ahead=4).step_s == alone.step_s
     given.refresh(given.status)
-    assert estimator.local(given, CURVE, need, ahead=4).step_s == nobody.step_s
+    assert estimator.local(given, SPEED, need, ahead=4).step_s == nobody.step_s
     steep = StepCurve((1, 8, 64), (8_000, 9_000, 80_000))
     decode = joins(running=4, joining=2, context_tokens=800)
-    assert Estimator(Slo(5.0, 0.03)).local(decode, steep, need, ahead=4).stalled == 0
-    assert Estimator(Slo(5.0, 0.015)).local(decode, steep, need, ahead=4).stalled == 6
+    assert Estimator(Slo(5.0, 0.03)).local(decode, Speed(steep, steep), need, ahead=4).stalled == 0
+    assert Estimator(Slo(5.0, 0.015)).local(decode, Speed(steep, steep), need, ahead=4).stalled == 6
 
 
 def test_a_plan_at_the_very_bound_is_no_plan() -> None:
@@ -142,7 +145,7 @@ def test_a_plan_at_the_very_bound_is_no_plan() -> None:
     decode = view(D, Role.DECODE, running=4, context_tokens=800)
 
     def stalled(itl_s: float) -> int:
-        return Estimator(Slo(5.0, itl_s)).local(decode, flat, need, ahead=4).stalled
+        return Estimator(Slo(5.0, itl_s)).local(decode, Speed(flat, flat), need, ahead=4).stalled
 
     assert [stalled(itl_s) for itl_s in (0.011, 0.010, 0.0078, 0.0070)] == [0, 4, 4, 0]
 
@@ -154,14 +157,14 @@ def test_little_waits_at_a_worker_what_waits_here_may_go_another_way() -> None:
 
     def ready(jobs: int, tokens: int) -> bool:
         prefill = view(P, Role.PREFILL, waiting=jobs, queued_tokens=tokens)
-        ways = CURVE, CURVE
+        ways = SPEED, SPEED
         return estimator.remote(decode, prefill, ways, need, ahead=4, promised=0).ready
 
     assert [ready(1, 2_000), ready(2, 1_000), ready(2, 200), ready(4, 200)] == [
         *(True, False, True, False)
     ]
     local = [
-        estimator.local(view(D, Role.DECODE, queued_tokens=tokens), CURVE, need, ahead=4).ready
+        estimator.local(view(D, Role.DECODE, queued_tokens=tokens), SPEED, need, ahead=4).ready
         for tokens in (0, 128, 500)
     ]
     assert local == [True, True, False]
@@ -176,3 +179,33 @@ def test_an_absurd_expectation_is_learned_from_without_harm() -> None:
         for _ in range(2 * Line.MEMORY):
             line.learn(0.5, 0.5)
         assert line.corrected(0.5) == pytest.approx(0.5, rel=0.1)
+
+
+def test_borrowed_cores_count_while_there_are_any_and_not_for_what_a_step_may_risk() -> None:
+    """Steps are shorter with them; a chunk is one that nearly keeps the SLO without them too, since
+    they may be wanted back at any time."""
+    estimator, need = Estimator(Slo(2.0, 0.04)), Need(tokens=256, cached=0, waited_s=0.0)
+    decode = view(D, Role.DECODE, running=4, context_tokens=1_200)
+    alone, helped = (estimator.local(decode, each, need, ahead=4) for each in (SPEED, HELPED))
+    assert helped.raw_s < 0.7 * alone.raw_s and helped.lost == alone.lost == 0
+    chunk = estimator.local_chunk(decode, HELPED, 0)
+    assert estimator.local_chunk(decode, SPEED, 0) <= chunk
+    assert CURVE.seconds(4 + chunk) <= 0.04 < CURVE.seconds(4 + chunk + 16)
+    tight = Estimator(Slo(2.0, 0.012))
+    assert HELPED.now.seconds(20) < 0.9 * 0.012 < 1.1 * 0.012 < CURVE.seconds(20)
+    assert tight.local(decode, HELPED, need, ahead=4).stalled == 4
+
+
+def test_a_prompt_that_prefill_computes_takes_the_borrowed_cores_from_the_streams() -> None:
+    """They stay within the SLO, and are later by what they lose."""
+    estimator, need = Estimator(Slo(2.0, 0.1)), Need(tokens=256, cached=0, waited_s=0.0)
+    decode, prefill = view(D, Role.DECODE, running=4), view(P, Role.PREFILL)
+    alone, helped = (
+        estimator.remote(decode, prefill, (each, SPEED), need, ahead=4, promised=0)
+        for each in (SPEED, HELPED)
+    )
+    assert alone.delay_s == 0.0 and helped.delay_s == pytest.approx(4 * 0.4 * 0.133)
+    assert helped.raw_s == alone.raw_s and helped.step_s == alone.step_s
+    idle = view(D, Role.DECODE)
+    found = estimator.remote(idle, prefill, (HELPED, HELPED), need, ahead=4, promised=0)
+    assert found.raw_s == pytest.approx(0.0798) and found.delay_s == 0.0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from baton.core.outcomes import Reason
 from baton.core.slo import Slo
-from baton.core.step_times import pairs_of
+from baton.core.step_times import MOSTLY, chunk_beside, pairs_of
 from baton.decode.handover import Handover
 from baton.decode.io import RunStep
 from baton.decode.sequence import Sequence, Stage
@@ -44,6 +44,8 @@ class Scheduler:
         """Whether the last step was that of everybody who is no suspect."""
         self.recorded = False
         """Whether the record names somebody."""
+        self.borrowing = False
+        """Whether the last step had other workers' cores."""
 
     # --- building -----------------------------------------------------------------------------
 
@@ -136,17 +138,21 @@ class Scheduler:
         joining = any(seq.stage is Stage.REMOTE for seq in self.state.sequences.values())
         if self.slo is None or not (rows or joining):
             return self.chunk_tokens
-        first, unit, curve = prompts[0], self.state.block_size, self.state.figures.steps.curve()
+        first, unit, steps = prompts[0], self.state.block_size, self.state.figures.steps
+        alone = steps.curve()
+        curve = steps.curve_borrowed() if self.borrowing else alone
         count, context = len(rows), sum(row.start for row in rows)
-        calm_s = curve.seconds(count, context) if rows else 0.0
-        chunk = curve.chunk_within(
-            self.slo.step_s(calm_s),
+        chunk = chunk_beside(
+            self.slo,
+            alone,
+            curve,
             first.computed,
             most=self.chunk_tokens,
             unit=unit,
             rows=count,
             context=context,
         )
+        calm_s = curve.seconds(count, context) if rows else 0.0
         if chunk > unit or not rows or first.output or self.slo.broken(calm_s):
             return chunk
         least = min(unit, first.length - first.computed)
@@ -268,6 +274,7 @@ class Scheduler:
     def learn(self, now: float, borrowed: float) -> None:
         """The step in flight has returned all results; it had ``borrowed`` cores for that share."""
         assert self.step_since is not None
+        self.borrowing = borrowed >= MOSTLY
         self.state.figures.stepped(self.rows, now - self.step_since, borrowed)
 
     def end_step(self) -> list[tuple[Row, tuple[BlockCheck, ...], Sequence]]:

@@ -14,7 +14,7 @@ from baton.core.ids import Peer
 from baton.core.limits import Limits
 from baton.core.slo import Slo
 from baton.core.step_times import StepCurve
-from baton.router.estimate import Estimate, Estimator, Need
+from baton.router.estimate import Estimate, Estimator, Need, Speed
 from baton.router.workers import WorkerView
 
 #: Estimates kept of each decision: the way that was taken and the next best ones.
@@ -46,10 +46,10 @@ class Choice:
     def help_of(self, view: WorkerView) -> tuple[int, float]:
         """Return how many tokens of prompts a decode worker puts into a step, and how long that
         takes in s; 0 s: nothing is known, or its streams do not bear it."""
-        curve, status = self.curve(view), view.status
-        chunk = self.estimator.local_chunk(view, curve, 0)
+        speed, status = self.speed(view, ()), view.status
+        chunk = self.estimator.local_chunk(view, speed, 0)
         rows, context = status.running, status.context_tokens
-        seconds, calm_s = curve.seconds(rows + chunk, context), curve.seconds(rows, context)
+        seconds, calm_s = (speed.now.seconds(n, context) for n in (rows + chunk, rows))
         if rows and not self.slo.keeps(seconds) and not self.slo.broken(calm_s):
             return 1, 0.0
         return chunk, seconds
@@ -66,9 +66,14 @@ class Choice:
         """The queue is gone through from its head: nobody waits before the first."""
         self.promised.clear()
 
-    def curve(self, view: WorkerView) -> StepCurve:
-        """Return what is known of a worker's steps, completed by what others have seen."""
-        return view.status.curve.extended(self.donor)
+    def speed(self, view: WorkerView, others: Iterable[WorkerView]) -> Speed:
+        """Return what is known of a worker's steps, completed by what others have seen; it borrows
+        cores of ``others`` if all of them on its host are idle."""
+        alone, borrowed = view.status.curve.extended(self.donor), view.status.curve_borrowed
+        helpers = [other for other in others if other.host == view.host]
+        if borrowed.tokens and helpers and all(other.idle for other in helpers):
+            return Speed(alone, borrowed)
+        return Speed(alone, alone)
 
     def choose(
         self, decodes: list[tuple[WorkerView, Need, float]], prefills: list[WorkerView]
@@ -103,15 +108,15 @@ class Choice:
         return (best, *others[: KEPT - 1])
 
     def _ways(self, view: WorkerView, need: Need, prefills: list[WorkerView]) -> Iterable[Estimate]:
-        curve, ahead = self.curve(view), self.limits.prefill_ahead_max
+        speed, ahead = self.speed(view, prefills), self.limits.prefill_ahead_max
         writers = [prefill for prefill in prefills if prefill.peer in view.status.writers]
         if view.status.mixed or not writers:
-            yield self.estimator.local(view, curve, need, ahead)
+            yield self.estimator.local(view, speed, need, ahead)
         for prefill in writers:
             yield self.estimator.remote(
                 view,
                 prefill,
-                (curve, self.curve(prefill)),
+                (speed, self.speed(prefill, (view,))),
                 need,
                 ahead=ahead,
                 promised=self.promised.get(prefill.peer, 0),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from baton.core.ids import Peer
 from baton.core.slo import Slo
-from baton.core.step_times import StepCurve, pairs_of
+from baton.core.step_times import StepCurve, chunk_beside, pairs_of
 from baton.router.workers import WorkerView
 
 #: A second by which running streams are delayed within their SLO, against one of waiting.
@@ -35,6 +35,16 @@ class Need:
     @property
     def rest(self) -> int:
         return self.tokens - self.cached
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How long a worker's steps take."""
+
+    alone: StepCurve
+    """With its own cores."""
+    now: StepCurve
+    """As it is now: if those whose cores it borrows compute nothing, with these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,72 +154,88 @@ class Estimator:
         self.slo = slo
         self.lines = {"local": Line(), "remote": Line()}
 
-    def local(self, view: WorkerView, curve: StepCurve, need: Need, ahead: int) -> Estimate:
+    def local(self, view: WorkerView, speed: Speed, need: Need, ahead: int) -> Estimate:
         """Decode computes the prompt, in chunks beside its streams; ``ahead`` prompts of a chunk's
         length may wait there."""
-        status = view.status
+        status, curve = view.status, speed.now
         rows, context = status.running, status.context_tokens
         middle = (need.cached + need.tokens) // 2
         calm = curve.seconds(rows, context) if rows else 0.0
-        chunk = self.local_chunk(view, curve, middle)
+        chunk = self.local_chunk(view, speed, middle)
         queued = status.queued_tokens + view.placed_tokens
         queued_s = curve.prompt_seconds(0, queued, chunk, rows, context)
         raw = calm / 2 + queued_s
         raw += curve.prompt_seconds(need.cached, need.tokens, chunk, rows, context)
         once = min(chunk, need.rest)
-        step = curve.seconds(rows + once, context + pairs_of(middle, once))
+        pairs = context + pairs_of(middle, once)
+        step = curve.seconds(rows + once, pairs)
         steps = -(-need.rest // chunk)
+        # The cores may be wanted back at any time.
+        borne = self.slo.keeps(step) and not self.slo.broken(
+            speed.alone.seconds(rows + once, pairs)
+        )
         return self._estimate(
             view,
             None,
             need,
-            curve,
+            speed,
             raw_s=raw,
             step_s=step,
             delay_s=rows * max(0.0, step - calm) * steps,
+            stalled=0 if borne or self.slo.broken(calm) else rows + view.joining,
             ready=queued == 0 or (queued_s < AHEAD_S and queued < ahead * status.chunk_tokens),
         )
 
-    def local_chunk(self, view: WorkerView, curve: StepCurve, begin: int) -> int:
+    def local_chunk(self, view: WorkerView, speed: Speed, begin: int) -> int:
         """Return how many tokens of a prompt, from ``begin`` on, decode will put into a step."""
         status = view.status
-        rows, context, unit = status.running, status.context_tokens, max(1, status.block_size)
-        most = max(unit, status.chunk_tokens)
-        if not rows and not view.joining:
+        most = max(1, status.block_size, status.chunk_tokens)
+        if not status.running and not view.joining:
             return most
-        limit_s = self.slo.step_s(curve.seconds(rows, context) if rows else 0.0)
-        return curve.chunk_within(limit_s, begin, most=most, unit=unit, rows=rows, context=context)
+        return chunk_beside(
+            self.slo,
+            speed.alone,
+            speed.now,
+            begin,
+            most=most,
+            unit=max(1, status.block_size),
+            rows=status.running,
+            context=status.context_tokens,
+        )
 
     def remote(
         self,
         view: WorkerView,
         prefill: WorkerView,
-        curves: tuple[StepCurve, StepCurve],
+        speeds: tuple[Speed, Speed],
         need: Need,
         *,
         ahead: int,
         promised: int,
     ) -> Estimate:
-        """``prefill`` computes the prompt into decode's arena; ``curves`` are decode's and its,
+        """``prefill`` computes the prompt into decode's arena; ``speeds`` are decode's and its,
         ``promised`` tokens wait here for it before this request."""
         status = prefill.status
-        curve, prefill_curve = curves
+        speed, prefill_curve = speeds[0], speeds[1].now
         chunk = max(1, status.chunk_tokens or status.block_size)
         jobs = status.waiting + prefill.placed
         queued = status.queued_tokens + prefill.placed_tokens + promised
         each = queued // max(1, jobs)
         queued_s = max(1, jobs) * prefill_curve.prompt_seconds(0, each, chunk)
-        raw = queued_s + prefill_curve.prompt_seconds(need.cached, need.tokens, chunk)
-        raw += view.status.handover_us * 1e-6
+        own_s = prefill_curve.prompt_seconds(need.cached, need.tokens, chunk)
         rows, context = view.status.running, view.status.context_tokens
+        # Decode has its own cores again meanwhile.
+        calm, alone = speed.now.seconds(rows, context), speed.alone.seconds(rows, context)
+        slower = max(0.0, 1 - calm / alone) if rows and alone else 0.0
         return self._estimate(
             view,
             prefill,
             need,
-            curve,
-            raw_s=raw,
-            step_s=curve.seconds(rows + 1, context + need.tokens),
-            delay_s=0.0,
+            speed,
+            raw_s=queued_s + own_s + view.status.handover_us * 1e-6,
+            step_s=speed.alone.seconds(rows + 1, context + need.tokens),
+            delay_s=rows * slower * own_s,
+            stalled=0,
             ready=jobs < ahead and (jobs < 2 or queued_s < AHEAD_S),
         )
 
@@ -222,23 +248,19 @@ class Estimator:
         view: WorkerView,
         prefill: WorkerView | None,
         need: Need,
-        curve: StepCurve,
+        speed: Speed,
         *,
         raw_s: float,
         step_s: float,
         delay_s: float,
+        stalled: int,
         ready: bool,
     ) -> Estimate:
-        slo, status = self.slo, view.status
+        slo, status, curve = self.slo, view.status, speed.alone
         kind = "local" if prefill is None else "remote"
         ttft_s = need.waited_s + self.lines[kind].corrected(raw_s)
-        rows, context = status.running, status.context_tokens
-        calm = curve.seconds(rows, context) if rows else 0.0
-        stalled = 0
-        if prefill is None and not slo.broken(calm) and not slo.keeps(step_s):
-            stalled = rows + view.joining
         # What is on its way there will be a row as well.
-        held = rows + status.waiting + view.placed
+        context, held = status.context_tokens, status.running + status.waiting + view.placed
         before = curve.seconds(held, context) if held else 0.0
         after = curve.seconds(held + 1, context + need.tokens)
         crowded = held if held and before <= slo.itl_s < after else 0

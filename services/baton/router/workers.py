@@ -99,6 +99,12 @@ class WorkerView:
         return self.status.joining + self.placed_joining
 
     @property
+    def idle(self) -> bool:
+        """Whether it computes nothing, as far as is known here, and so lends its cores."""
+        status = self.status
+        return not (status.running or status.waiting or status.queued_tokens or self.placed)
+
+    @property
     def free_blocks(self) -> int:
         return self.status.blocks_free - self.placed_blocks
 

@@ -18,6 +18,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from baton.core.slo import Slo
+
 #: Cells are half octaves: 1, 2, 3, 4-5, 6-7, 8-11, 12-15 ... tokens; the last one is open.
 CELLS = 26
 #: The last so many steps of a cell count: a machine's speed changes with what else it does.
@@ -239,6 +241,28 @@ def _ratio(alone: StepCurve, helped: StepCurve) -> float:
     counts = sorted({n for n in (*alone.tokens, *helped.tokens) if low <= n <= high})
     ratios = sorted(alone.seconds(n) / helped.seconds(n) for n in counts)
     return max(1.0, ratios[len(ratios) // 2]) if ratios else 0.0
+
+
+def chunk_beside(
+    slo: Slo,
+    alone: StepCurve,
+    now: StepCurve,
+    begin: int,
+    *,
+    most: int,
+    unit: int,
+    rows: int,
+    context: int,
+) -> int:
+    """Return how many tokens of a prompt, from ``begin`` on, go into a step with ``rows`` running
+    sequences that attend to ``context`` tokens: the longest chunk that keeps the SLO as the worker
+    is ``now``, and nearly keeps it should it be ``alone`` suddenly. At least one ``unit``."""
+    calm_s = now.seconds(rows, context) if rows else 0.0
+    limit_s = slo.step_s(calm_s)
+    found = now.chunk_within(limit_s, begin, most=most, unit=unit, rows=rows, context=context)
+    if alone is now or slo.broken(calm_s):
+        return found
+    return alone.chunk_within(slo.itl_s, begin, most=found, unit=unit, rows=rows, context=context)
 
 
 def pairs_of(start: int, tokens: int) -> float:
