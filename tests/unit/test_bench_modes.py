@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -198,6 +199,14 @@ def test_configurations_are_tried_at_the_middle_rate_and_at_the_highest() -> Non
     """At a low one all of them are good."""
     assert modes.tuning_rates((3.0, 0.5, 1.5)) == (1.5, 3.0)
     assert modes.tuning_rates((2.0,)) == (2.0,)
+
+
+def test_a_slower_machine_is_asked_for_less() -> None:
+    """In proportion to its undisturbed gaps; without a machine that they are for rates stand."""
+    plan = modes.ModesPlan(run=None, rates=(0.8, 2.6), ttft_ms=2_000.0, rates_for_ms=12.0)  # type: ignore[arg-type]
+    assert plan.rates_at(24.0) == (0.4, 1.3)
+    assert plan.rates_at(11.0) == (0.87, 2.8)
+    assert replace(plan, rates_for_ms=None).rates_at(24.0) == (0.8, 2.6)
 
 
 def test_colocated_gets_both_topologies_with_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

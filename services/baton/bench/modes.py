@@ -32,6 +32,8 @@ from baton.runtime import config
 
 SLICES = Path("build/modes")
 TTFT_MS = 2_000.0
+#: Rates are for a machine with such gaps; a slower one is asked for less.
+GAP_MS = 12.0
 CACHE_STATE = "started for these runs; texts of a rate and repeat come once"
 #: What every compared server takes, whatever its own limit is.
 CONTEXT_MAX = 4_000
@@ -45,7 +47,8 @@ class Load:
     prompt_scale: float
     output_scale: float
     rates: tuple[float, ...]
-    """Sessions a second; the middle one keeps two cores busy."""
+    """Sessions a second; the middle one keeps two cores busy whose undisturbed gaps are
+    ``GAP_MS``."""
 
 
 LOADS = {
@@ -149,6 +152,7 @@ def _plan(
             slos=(),
         ),
         rates=load.rates[-effort.rates :],
+        rates_for_ms=GAP_MS,
         ttft_ms=TTFT_MS,
         multiples=effort.multiples,
         chunks=effort.chunks,

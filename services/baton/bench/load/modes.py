@@ -78,6 +78,9 @@ class ModesPlan:
     """Workload and times; its target is replaced."""
     rates: tuple[float, ...]
     ttft_ms: float
+    rates_for_ms: float | None = None
+    """Rates are for a machine whose undisturbed gaps are so long: one with longer gaps gets less in
+    proportion. ``None``: rates are as they are."""
     multiples: tuple[float, ...] = MULTIPLES
     chunks: tuple[int, ...] = CHUNKS
     repeats: int = 1
@@ -90,6 +93,12 @@ class ModesPlan:
     minutes: float = float("inf")
     """Nothing is begun that would probably not end in this time."""
 
+    def rates_at(self, itl_ms: float) -> tuple[float, ...]:
+        """Return the rates for a machine with these undisturbed gaps, to two digits."""
+        if self.rates_for_ms is None:
+            return self.rates
+        return tuple(float(f"{rate * self.rates_for_ms / itl_ms:.2g}") for rate in self.rates)
+
     def told(self) -> dict[str, Any]:
         """Return all that slices of one comparison have in common."""
         run = self.run
@@ -98,6 +107,7 @@ class ModesPlan:
             "load": asdict(run.load),
             "ask": asdict(run.ask),
             "rates": self.rates,
+            "rates_for_ms": self.rates_for_ms,
             "ttft_ms": self.ttft_ms,
             "multiples": self.multiples,
             "chunks": self.chunks,
@@ -128,6 +138,7 @@ class _Comparison:
         self._slices = Slices(plan.slices, plan.told(), plan.run.workload.salt)
         self._deadline = monotonic() + plan.minutes * 60
         self._slos: tuple[Slo, ...] = ()
+        self._rates: tuple[float, ...] = ()
         self._itl_ms = 0.0
         self._left = ""
         self._tables: list[dict[str, Any]] = []
@@ -148,6 +159,7 @@ class _Comparison:
         plan = self._plan
         split = Way(SPLIT, "1 prefill, 1 decode", {"BATON_CLUSTER_MODE": SPLIT})
         self._itl_ms = itl_ms = self._undisturbed(split)
+        self._rates = plan.rates_at(itl_ms)
         self._slos = slos = tuple(
             Slo(plan.ttft_ms, round(itl_ms * each, 2)) for each in plan.multiples
         )
@@ -155,11 +167,11 @@ class _Comparison:
         for repeat in range(plan.repeats):
             # Whatever drifts meanwhile is not to meet the same way each time.
             for way in ways if repeat % 2 == 0 else reversed(ways):
-                self._visit(way, plan.rates, repeat)
+                self._visit(way, self._rates, repeat)
             for foreign in plan.foreign:
                 best = self._tuned(foreign.mode, foreign.ways)
                 for way in best if repeat % 2 == 0 else reversed(best):
-                    self._visit(way, plan.rates, repeat)
+                    self._visit(way, self._rates, repeat)
 
     def _undisturbed(self, split: Way) -> float:
         """Return the split's median ITL, in ms, with nothing else going on."""
@@ -190,7 +202,7 @@ class _Comparison:
         """Return the best way for each SLO, each way once."""
         if len(ways) == 1:
             return list(ways)
-        rates = tuning_rates(self._plan.rates)
+        rates = tuning_rates(self._rates)
         for way in ways:
             self._visit(way, rates, None)
         runs = [self._slices.get(_name(way, rate, None)) for way, rate in product(ways, rates)]
@@ -218,7 +230,7 @@ class _Comparison:
     def _run_plan(self, way: Way, rate: float, repeat: int | None, load: LoadPlan) -> RunPlan:
         plan = self._plan.run
         # The same texts for each way; other ones for each rate and repeat, or caches would help.
-        place = self._plan.rates.index(rate)
+        place = self._rates.index(rate)
         salt = self._slices.salt + 1_000 * (0 if repeat is None else repeat + 1) + place
         told = {
             "mode": way.mode,
