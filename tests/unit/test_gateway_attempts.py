@@ -9,7 +9,13 @@ from baton.core.outcomes import Ending, FinishReason, Reason
 from baton.gateway.errors import of_outcome
 from baton.gateway.vocabulary import End
 from baton.ports.transport import PeerLost
-from baton.wire.messages import FenceRequest, RequestPlaced, RequestRefused, SubmitRequest
+from baton.wire.messages import (
+    FenceRequest,
+    PoolStatus,
+    RequestPlaced,
+    RequestRefused,
+    SubmitRequest,
+)
 from support.gateway_talk import D0, D1, P0, R0, R1, Talk, only, sent, up
 
 # --- routers ------------------------------------------------------------------------------------
@@ -47,6 +53,24 @@ def test_lost_router_is_waited_for() -> None:
     talk.feed(PeerLost(R1, "died"))
     talk.pass_time(120)
     assert talk.ends[0].outcome.reason is Reason.NO_ROUTER
+
+
+def test_what_was_begun_is_offered_to_a_router_that_goes_away() -> None:
+    """With no other one there: it may be that router's, which sees it through. One that does not
+    have it is asked once; what is new is not given to it at all."""
+    talk = Talk(peers=(R0, P0, D0))
+    talk.submit()
+    talk.place()
+    talk.feed(up(R1))
+    talk.hear(R1, PoolStatus(False, Reason.DRAINING, "going"))
+    out = talk.feed(PeerLost(R0, "died"))
+    assert [peer for peer, _ in sent(out, SubmitRequest)] == [R1]
+    assert not sent(talk.submit("new"), SubmitRequest)
+    out = talk.hear(R1, RequestRefused("r", Reason.DRAINING, "going"))
+    assert not sent(out, SubmitRequest) and not talk.ends
+    third = Peer("router-2", 9)
+    out = talk.feed(up(third, Role.ROUTER))
+    assert [peer for peer, _ in sent(out, SubmitRequest)] == [third, third]
 
 
 def test_no_router_at_all_is_refused_soon() -> None:

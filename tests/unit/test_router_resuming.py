@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from baton.core.events import DrainRequested
 from baton.core.ids import Peer, Role
 from baton.core.lifecycles import RequestState
 from baton.core.outcomes import Reason
-from baton.ports.driving import CallLedger
+from baton.ports.driving import CallLedger, Exit
 from baton.ports.ledger import (
     Adopted,
     AdoptRequest,
@@ -76,6 +77,18 @@ def test_a_claim_moves_the_request_to_its_new_gateway() -> None:
     assert "r" in play.machine.state.entries, "a gateway that lost it has no say"
     play.hear(G2, RequestEnded("r", 1, CANCELLED), *cancels(D, P))
     assert not play.machine.state.entries
+
+
+def test_a_draining_router_sees_through_what_it_has_whoever_reads_it() -> None:
+    """Its client has come back at another gateway, and no other router may be there."""
+    play = placed()
+    play.feed(DrainRequested())
+    resumed = sent(G, RequestResumed, request_id="r", turn=TURN)
+    play.hear(G2, claim(play), resumed, call(AdoptRequest, turn=TURN, epoch=1))
+    told = [sent(worker, WorkAdopted, turn=TURN, gateway=G2, held=0) for worker in (D, P)]
+    adopted = Adopted(1, RequestState.DECODING, 1, 0, D, P)
+    play.answered(adopted, *told, sent(G2, RequestPlaced, epoch=1, decode=D))
+    play.hear(G2, RequestEnded("r", 1, CANCELLED), *cancels(D, P), Exit(0, "drained"))
 
 
 def test_what_its_former_gateway_holds_counts_no_more() -> None:

@@ -53,6 +53,9 @@ class Attempts:
         links, router = self.state.links, session.router
         if router is None or router not in links or links.draining(router):
             router = links.next_router()
+        if router is None and session.turn:
+            # Nobody else is there, and it may be that one's: it sees through what it has.
+            router = links.last_resort(session.declined)
         if router is None:
             if session.waiting_since is None:
                 session.waiting_since = now
@@ -221,6 +224,7 @@ class Attempts:
             # Another one takes it, or its successor; this one is to forget it.
             if leaving:
                 self.state.links.leaving(peer)
+                session.declined.add(peer)
             moved = Send(peer, RequestMoved(session.request_id, session.turn + 1))
             return [moved, *self._without_router(session, now)]
         outcome = Outcome(

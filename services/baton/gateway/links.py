@@ -5,7 +5,7 @@ Decides which router is asked next and whether a request could be served at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Literal
 
 from baton.core.ids import Member, Peer, Role
@@ -64,6 +64,10 @@ class Links:
             return None
         self._next += 1
         return routers[self._next % len(routers)]
+
+    def last_resort(self, declined: Container[Peer]) -> Peer | None:
+        """Return a router that is going away and has not declined: it may have what was begun."""
+        return next((router for router in self._routers if router not in declined), None)
 
     def leaving(self, router: Peer) -> None:
         """A router refused something because it is going away."""

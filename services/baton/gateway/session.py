@@ -66,6 +66,8 @@ class Session:
     """Who has it, or had it last: the only router whose word counts."""
     turn: int = 0
     """Grows with each router it is given to."""
+    declined: set[Peer] = field(default_factory=set)
+    """Routers that are going away and did not have it."""
     waiting_since: float | None = None
     """Since when no router has it."""
     epoch: int = 1

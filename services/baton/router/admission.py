@@ -30,6 +30,7 @@ class Admission:
         if entry is not None and message.turn <= entry.turn:
             self.attempts.tell_again(entry, now)
             return
+        had = entry is not None
         if entry is not None:
             # Another router had it meanwhile, or another gateway claimed it: what we know is old.
             if entry.spec.gateway != gateway:
@@ -37,7 +38,8 @@ class Admission:
                 self.state.send(entry.spec.gateway, resumed)
             self.attempts.verdicts.forget(entry)
         taken_in = message.turn > 1 or message.begun
-        if taken_in and not self.state.draining:
+        if taken_in and (had or not self.state.draining):
+            # What this router has it sees through, whoever reads it by now.
             self.adoption.begin(message, now)
             return
         refusal = self._why_not(spec, now)
