@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from baton.core.ids import Peer
@@ -28,6 +29,7 @@ from baton.gateway.vocabulary import (
 from baton.ports.engine import Row, SampleSpec
 from baton.wire.messages import RequestSpec
 from sim.comebacks import Comebacks
+from support.sampling import EVERY_RULE
 
 if TYPE_CHECKING:
     from sim.cluster import Cluster
@@ -111,12 +113,7 @@ class Clients:
             request_id=f"r{self.number}",
             gateway=gateway.me,
             prompt=np.array(prompt, dtype="<u4").tobytes(),
-            sampling=SamplingParams(
-                seed=random.randrange(2**31),
-                temperature=0.0 if greedy else 1.0,
-                repetition_penalty=1.0 if greedy else 1.3,
-                stop_token_ids=(EOS_ID,),
-            ),
+            sampling=self._sampling(random.randrange(2**31), greedy=greedy),
             max_tokens=max_tokens or random.choice(self.cluster.scenario.max_tokens),
             deadline_ms=120_000,
         )
@@ -128,6 +125,21 @@ class Clients:
         else:
             gateway.feed(Submitted(spec))
         return answer
+
+    def _sampling(self, seed: int, *, greedy: bool) -> SamplingParams:
+        """Return plain parameters, or all at once that a request may ask for."""
+        share, random = self.cluster.scenario.every_rule, self.cluster.clock.random
+        if not greedy and share and random.random() < share:
+            choice = random.randrange(3)
+            # A rare letter ends it, so that there are longer ones.
+            own = {"seed": seed, "choice": choice, "stop_token_ids": (113, EOS_ID)}
+            return msgspec.structs.replace(EVERY_RULE, **own)
+        return SamplingParams(
+            seed=seed,
+            temperature=0.0 if greedy else 1.0,
+            repetition_penalty=1.0 if greedy else 1.3,
+            stop_token_ids=(EOS_ID,),
+        )
 
     def cancel(self, answer: Answer) -> None:
         """Hang up."""
@@ -141,10 +153,18 @@ class Clients:
 
     def gateway_dies(self, gateway: Process) -> None:
         """Every open connection to it breaks."""
-        for answer in self.answers.values():
-            if answer.outcome is None and not answer.resumable and answer.reader == gateway.me:
+        for answer in self.connected(gateway):
+            if not answer.resumable:
                 answer.gateway_died = True
         self.comebacks.gateway_died(gateway.me)
+
+    def connected(self, gateway: Process) -> list[Answer]:
+        """Return those who wait for something on a connection to it."""
+        return [
+            answer
+            for answer in self.answers.values()
+            if answer.outcome is None and not answer.gateway_died and answer.reader == gateway.me
+        ]
 
     # --- hearing ------------------------------------------------------------------------------
 

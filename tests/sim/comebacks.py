@@ -102,7 +102,7 @@ class Comebacks:
         random, clock = self.cluster.clock.random, self.cluster.clock
         if answer.outcome is not None or answer.reader is not None or answer.claim:
             return
-        there = [p for p in self.cluster.gateways() if p.alive]
+        there = [p for p in self.cluster.gateways() if p.takes_clients]
         if not there:
             clock.call_later(0.5, lambda: self.come_back(answer))
             return

@@ -23,7 +23,15 @@ from baton.decode.work import Turns, bring, probe, run_step, verify
 from baton.engine.fake import FakeEngine
 from baton.gateway.links import Mode
 from baton.gateway.machine import GatewayMachine
-from baton.gateway.vocabulary import Deliver, End, NotResumed, Ready, ReportsReady
+from baton.gateway.vocabulary import (
+    ClientsLeft,
+    Deliver,
+    End,
+    LeaveClients,
+    NotResumed,
+    Ready,
+    ReportsReady,
+)
 from baton.ports.channel import ArenaInUse, BlockMark
 from baton.ports.driving import (
     EXIT_ROLE,
@@ -57,6 +65,8 @@ RESTART_S = 0.5
 READY_S = 0.3
 #: A stalled writer sleeps longer than its peers wait for a sign of it.
 STALL_S = 3.0
+#: How often a gateway that leaves its clients looks whether they are gone.
+LEAVING_LOOK_S = 0.02
 #: In the whole-arena check of decode lies a third of a run's time.
 DECODE_CHECK_EVERY = 7
 
@@ -105,6 +115,8 @@ class Process:
             compat=cluster.compat,
         )
         self.alive, self.frozen, self.drained = True, False, False
+        self.leaving = False
+        """It takes no connection any more, and closes each when its answer is complete."""
         self._pending: list[Callable[[], None]] = []
         self._queue: list[object] = []
         self._handling = False
@@ -138,7 +150,8 @@ class Process:
             return RouterMachine(self.me, limits, split=split, slo=slo, naming=naming)
         if self.role is Role.GATEWAY:
             mode: Mode = "split" if cluster.prefills else "colocated"
-            return GatewayMachine(self.me, limits, "adaptive" if slo else mode)
+            others = cluster.scenario.gateways > 1
+            return GatewayMachine(self.me, limits, "adaptive" if slo else mode, others=others)
         left = cluster.step_records.get(self.worker_id)
         cluster.step_records[self.worker_id] = LastStep(self.me, ())
         self.engine = FakeEngine(cluster.info, cluster.layout, sleep=lambda seconds: None)
@@ -233,6 +246,11 @@ class Process:
         self.becomes = role
         self.cluster.tell(self.worker_id, "role_taken", {"role": role})
         self.later(0.0, lambda: self.feed(RoleLeft()))
+
+    @property
+    def takes_clients(self) -> bool:
+        """Whether it accepts connections."""
+        return self.alive and not self.leaving
 
     def freeze(self) -> None:
         """SIGSTOP: nothing runs, locks stay, what arrives waits."""
@@ -388,8 +406,18 @@ class Process:
                 self._chunk(command)
             case Deliver() | End() | Ready() | NotResumed() | ReportsReady():
                 self.cluster.clients.on_command(self, command)
+            case LeaveClients():
+                self.leaving = True
+                self._look_for_clients()
             case _:
                 raise AssertionError(f"nobody executes {type(command).__name__}")
+
+    def _look_for_clients(self) -> None:
+        """Tell the machine when the last connection is closed, as the server does."""
+        if self.cluster.clients.connected(self):
+            self.later(LEAVING_LOOK_S, self._look_for_clients)
+        else:
+            self.feed(ClientsLeft())
 
     def _on_answer(self, op: AnyOp, reply: Reply | Unavailable) -> None:
         self.later(0.0, lambda: self.feed(LedgerAnswered(op, reply)))
@@ -494,4 +522,8 @@ class Process:
         self.drained = code in (0, EXIT_ROLE)
         if self.drained and self.role is Role.DECODE:
             self.arena.close(unlink=True)
+        if self.role is Role.GATEWAY:
+            cut = [each for each in self.cluster.clients.connected(self) if not each.resumable]
+            assert not (self.drained and cut), f"{self.worker_id} went away under {cut}"
+            self.cluster.clients.gateway_dies(self)
         self.kill()

@@ -2,7 +2,8 @@
 
 At least 200 seeds, and more while ``$BATON_SIM_BUDGET_S`` seconds (170 unless set) are not used up;
 of computing, because beside other tests, at a low priority, time would leave none for more.
-A seed that fails is named with the command that runs it again and tells its story.
+`make test-all` runs three thousand others. A seed that fails is named with the command that runs it
+again and tells its story.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import time
 
 import pytest
 
-from sim.cluster import Cluster
+from sim.cluster import Cluster, Scenario
 
 SEEDS_MIN = 200
 BATCH = 10
+#: Far beyond what the budget comes to on any machine.
+SLOW_SEEDS = range(10_000, 13_000)
 BUDGET_S = float(os.environ.get("BATON_SIM_BUDGET_S", "170"))
 
 #: Seeds that have failed once, and what they found.
@@ -63,6 +66,22 @@ def test_more_seeds_while_there_is_time(began: float) -> None:
     while time.process_time() - began < BUDGET_S:
         run(seed)
         seed += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", SLOW_SEEDS[::100])
+def test_thousands_of_seeds(first: int) -> None:
+    """The same promises, for seeds that no other run takes."""
+    for seed in range(first, first + 100):
+        run(seed)
+
+
+def test_every_flipped_bit_is_counted() -> None:
+    """(24) Between the storing of a chunk and its verification: each costs one block, and no more
+    than time."""
+    cluster = Cluster(1, Scenario(requests=25, flips=8))
+    cluster.run()
+    assert cluster.counts["integrity_failures_total"] == cluster.flips >= 4
 
 
 def test_the_same_seed_is_the_same_run() -> None:

@@ -127,6 +127,7 @@ class Swarm:
                     loss=random.choice([0, 0.1, 0.5]),
                     duplicate=random.choice([0, 0.3]),
                     reorder=random.choice([0, 0.5]),
+                    truncate=random.choice([0, 0.2]),
                 )
                 network.set_faults(name, other, faults)
             case 5:

@@ -5,9 +5,9 @@ the production switchboard and shell; only sockets, timers and pidfds are replac
 drawn from the clock's ``random``: the same seed gives the same run.
 
 A frame on its way is what a ZeroMQ pair of sockets would hold. Per pair of workers, both ways or
-one way: delay, loss, duplication, reordering, a cut. Per process: freeze and thaw (its frames wait
-in a bounded inbox, its timers do not run), kill (its peers are told after a moment where they can
-see its pid, else they notice the silence).
+one way: delay, loss, duplication, reordering, frames cut short, a cut. Per process: freeze and thaw
+(its frames wait in a bounded inbox, its timers do not run), kill (its peers are told after a moment
+where they can see its pid, else they notice the silence).
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Faults:
     reorder: float = 0.0
     """This share of the frames may overtake, by up to ``reorder_s``."""
     reorder_s: float = 0.02
+    truncate: float = 0.0
+    """This share of the frames arrives without its end: only a part of the header is left."""
     cut: bool = False
     """Nothing arrives. Cut in one direction only, the pair is half open."""
 
@@ -164,6 +166,8 @@ class SimNetwork:
         way = self._ways.get((me.worker_id, peer.worker_id), self.faults)
         if way.cut or random.random() < way.loss:
             return
+        if way.truncate and random.random() < way.truncate:
+            parts = [parts[0][: random.randrange(len(parts[0]))], b""]
         for _ in range(2 if random.random() < way.duplicate else 1):
             at = self.clock.now() + random.uniform(*way.delay_s)
             if random.random() < way.reorder:
