@@ -5,7 +5,7 @@
     0            header, one page: two slots of 2,048 bytes, each with magic, version, sequence
                  number, checksum, then the Header as JSON
     4096         block records, 64 bytes a block, padded to a page
-    journal      the journal of running sequences (size 0: nothing writes one yet)
+    journal      room for a journal of running sequences (size 0: ADR 11 does without one)
     blocks       block_bytes a block, page aligned, to the end of the file; nothing where the blocks
                  are on a device
 
