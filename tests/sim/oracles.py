@@ -73,7 +73,8 @@ def held(role: Role, machine: Any, event: object) -> Held:
 def _is_old(role: Role, holder: Any, said: Any, sender: Peer) -> bool:
     if holder is None:
         return False
-    if hasattr(said, "epoch") and said.epoch < holder.epoch:
+    # At no epoch: a refusal of what nobody was placed for.
+    if 0 < getattr(said, "epoch", 0) < holder.epoch:
         return True
     if isinstance(said, RequestResumed):
         return bool(said.turn <= holder.turn)
