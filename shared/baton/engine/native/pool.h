@@ -196,15 +196,18 @@ class Pool {
   // Waits until nobody is in the region any more.
   void await() {
     uint64_t since = 0;
+    bool lent = false;
     for (int spins = 0; state_.load(std::memory_order_acquire) & kInside; ++spins) {
       if (spins == kPatience) {
         since = monotonic_ns();
         for (auto& one : helpers_) {
           one->late = one->loan.line && one->inside.load(std::memory_order_relaxed);
+          lent |= one->late;
           if (one->late) one->ran_ns = ran_ns(*one);
         }
       }
-      spins > kSpins ? std::this_thread::yield() : pause();
+      // Who yields again and again is made to wait for it later; a lent core is not helped by that.
+      spins > kSpins && !lent ? std::this_thread::yield() : pause();
     }
     if (since == 0) return;
     const uint64_t now = monotonic_ns(), waited = now - since;
