@@ -57,6 +57,11 @@ class Host:
         return (self.folder / "log" / f"{name}.log").read_text().count("process_ready")
 
 
+def _cluster_name(folder: Path) -> str:
+    """Return a name made of the folder's, whose underscores no cluster's name has."""
+    return folder.name.replace("_", "-")
+
+
 def _beside_python(command: str) -> str:
     return str(Path(sys.executable).parent / command)
 
@@ -100,14 +105,14 @@ def started() -> Iterator[Host]:
             if host.popen.poll() is None:
                 host.popen.send_signal(signal.SIGTERM)
             host.popen.wait(60)
-            for arena in Path("/dev/shm").glob(f"baton-{folder.name}-*.arena"):
+            for arena in Path("/dev/shm").glob(f"baton-{_cluster_name(folder)}-*.arena"):
                 arena.unlink()
 
 
 def _supervisord(folder: Path, port: int) -> subprocess.Popen[bytes]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
     settings = {
-        "BATON_CLUSTER_NAME": folder.name,
+        "BATON_CLUSTER_NAME": _cluster_name(folder),
         "BATON_ENGINE_KIND": "fake",
         "BATON_ARENA_SIZE_MB": "8",
         "BATON_GATEWAY_PORT": str(port),
@@ -151,5 +156,5 @@ def test_the_steps_lead_to_a_cluster_and_the_commands_do_what_they_say() -> None
 
         host.control("shutdown")
         assert host.popen.wait(60) == 0
-        arenas = list(Path("/dev/shm").glob(f"baton-{host.folder.name}-*.arena"))
+        arenas = list(Path("/dev/shm").glob(f"baton-{_cluster_name(host.folder)}-*.arena"))
         assert arenas == []
