@@ -137,7 +137,7 @@ def test_the_steps_lead_to_a_cluster_and_the_commands_do_what_they_say() -> None
         asked = {"model": "fake", "prompt": "hi", "max_tokens": 4}
         answer = httpx.post(f"http://127.0.0.1:{host.port}/v1/completions", json=asked, timeout=30)
         assert answer.status_code == 200, answer.text
-        assert "process_ready" in host.control("tail router-0")
+        assert '"worker":"router-0"' in host.control("tail router-0")
 
         guard = int(host.control("pid decode-0"))
         os.kill(guard, signal.SIGKILL)
