@@ -105,7 +105,7 @@ def test_conditions_have_the_roles_that_workers_have_now(tmp_path: Path) -> None
         changed.up()
         done = changed.baton("role", "decode-1", "prefill")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "decode-1: the old incarnation" in done.stdout
+        assert "decode-1 is prefill" in done.stdout
         done = changed.baton(
             *("bench", "run", *IDS, "--prompt-tokens", "16", "--output-tokens", "4"),
             *("--warmup", "0", "--duration", "30", "--requests", "5", "--out", str(file)),
