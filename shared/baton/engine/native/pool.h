@@ -116,9 +116,8 @@ class Pool {
  private:
   static constexpr int kSpins = 20000;
   // A borrowed thread that is waited for longer than this many spins may have no core: others run
-  // there. If so, the core is left alone for so many times as long as it made us wait.
+  // there. If so, the core is left alone for as long as it made us wait.
   static constexpr int kPatience = 4000;
-  static constexpr uint64_t kShunned = 16;
   // Of borrowed threads in the kernel's scheduler.
   static constexpr int kNice = 10;
   static constexpr uint64_t kSliceNs = 200'000;
@@ -214,7 +213,7 @@ class Pool {
     for (auto& one : helpers_) {
       if (!std::exchange(one->late, false)) continue;
       const uint64_t ran = ran_ns(*one) - one->ran_ns;
-      if (2 * ran < waited) one->shunned_until = now + kShunned * (waited - ran);
+      if (2 * ran < waited) one->shunned_until = now + (waited - ran);
     }
   }
 
