@@ -529,7 +529,9 @@ class Cluster:
         ended = self.clock.run_while(lambda: bool(self.clients.open()), 90.0)
         names = [answer.spec.request_id for answer in self.clients.open()]
         assert ended, f"no outcome in bounded time for {names}"
-        ready = self.clock.run_while(self._unready, 15.0)
+        # The only router may drain, for a request that somebody may still come back for.
+        drain_s = self.limits.drain_ms / 1000 if self.scenario.router_drains else 0.0
+        ready = self.clock.run_while(self._unready, 15.0 + drain_s)
         assert ready, f"not ready again: {[g.machine.unready() for g in self.gateways()]}"
         self.clients.judge()
         self.clock.run_for(5.0)

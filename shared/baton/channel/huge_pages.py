@@ -20,8 +20,11 @@ from baton.core.pages import EXTENT, Pages, pages_at
 _MADV_COLLAPSE = 25
 #: Put together by one call, each of which waits for all cores once.
 _PIECE = 32 * EXTENT
-#: Maps that are tried until one lies well; a gap of the right size elsewhere costs one.
+#: Maps that are tried until one lies well; a gap of the right size elsewhere costs one. As often a
+#: piece is put together that could not be just now.
 _TRIES = 8
+#: A page was in use, there was no memory in one piece, or not for this control group.
+_PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EBUSY})
 
 
 def allocate(fd: int, length: int) -> None:
@@ -40,11 +43,22 @@ def allocate(fd: int, length: int) -> None:
             # The kernel leaves an extent alone of which nothing is there yet.
             for at in range(start, start + size, EXTENT):
                 os.posix_fallocate(fd, at, mmap.PAGESIZE)
-            try:
-                mapping.madvise(_MADV_COLLAPSE, start, size)
-            except OSError as error:
-                if error.errno != errno.EAGAIN:  # one of these pages was in use
-                    return
+            if not _collapse(mapping, start, size):
+                return
+
+
+def _collapse(mapping: mmap.mmap, start: int, size: int) -> bool:
+    """Put a piece together; return whether it is worth going on with the next one."""
+    for _ in range(_TRIES):
+        try:
+            mapping.madvise(_MADV_COLLAPSE, start, size)
+        except OSError as error:
+            if error.errno not in _PASSING:
+                return False
+            last = error.errno
+        else:
+            return True
+    return last == errno.EAGAIN
 
 
 def map_aligned(fd: int, offset: int, length: int) -> mmap.mmap:
