@@ -529,8 +529,10 @@ class Cluster:
         ended = self.clock.run_while(lambda: bool(self.clients.open()), 90.0)
         names = [answer.spec.request_id for answer in self.clients.open()]
         assert ended, f"no outcome in bounded time for {names}"
-        # The only router may drain, for a request that somebody may still come back for.
-        drain_s = self.limits.drain_ms / 1000 if self.scenario.router_drains else 0.0
+        # A router that drains at this moment may take what a drain may take, and no other case may.
+        routers = [p for p in self.processes.values() if p.role is Role.ROUTER and p.alive]
+        drains = any(p.machine.state.draining for p in routers)
+        drain_s = self.limits.drain_ms / 1000 if drains else 0.0
         ready = self.clock.run_while(self._unready, 15.0 + drain_s)
         assert ready, f"not ready again: {[g.machine.unready() for g in self.gateways()]}"
         self.clients.judge()

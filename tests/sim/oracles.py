@@ -51,9 +51,6 @@ class Nobodys:
         self.since = {key: self.since.get(key, now) for key in found}
         for (name, peer), since in self.since.items():
             window_ms = limits.recovery_ms + records[name].spec.resume_ms
-            # A gateway that drains answers no more for a request that it has left to another one:
-            # its router learns that when the drain is over.
-            window_ms += limits.drain_ms if self.cluster.scenario.gateway_drains else 0
             bound_s = (window_ms + limits.lease_ttl_ms) / 1000 + self.LOOK_S
             assert now - since <= bound_s, f"{name}: names {peer}, which is gone: {records[name]}"
         self.cluster.clock.call_later(self.LOOK_S, self.look)

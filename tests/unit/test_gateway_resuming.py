@@ -39,8 +39,10 @@ from baton.ports.ledger import (
 )
 from baton.ports.transport import Received
 from baton.wire.messages import (
+    FenceRequest,
     RequestEnded,
     RequestFailed,
+    RequestLeft,
     RequestMoved,
     RequestPlaced,
     RequestRefused,
@@ -388,6 +390,18 @@ def test_a_gateway_that_goes_away_leaves_its_resumables_to_others() -> None:
     away.opened()
     away.feed(ReaderGone("c"), sent(D, TokensBounded))
     assert any(isinstance(command, Exit) for command in away.do(DrainRequested()))
+
+
+def test_a_router_that_waits_for_a_gateway_which_left_hears_that_it_did() -> None:
+    """As often as it asks: else it would wait until that gateway's drain is over. Workers hear
+    nothing: they go on."""
+    play = Gateway()
+    play.opened()
+    play.feed(ReaderGone("c"), sent(D, TokensBounded))
+    play.do(DrainRequested())
+    for _ in range(2):
+        play.hear(R, FenceRequest("c", 2), sent(R, RequestLeft, request_id="c"))
+    play.hear(D, TokenChunk((TokenRun("c", 1, 0, (50,)),)))
 
 
 def test_a_gateway_that_is_started_anew_leaves_its_resumables_at_the_limit() -> None:

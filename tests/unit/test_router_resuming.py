@@ -26,6 +26,7 @@ from baton.wire.messages import (
     FenceRequest,
     RequestEnded,
     RequestFenced,
+    RequestLeft,
     RequestMoved,
     RequestPlaced,
     RequestResumed,
@@ -184,3 +185,19 @@ def test_nobody_is_asked_once_the_gateway_is_back() -> None:
     play.up(G, Role.GATEWAY, sent(G, RequestPlaced, epoch=1))
     play.wait(10)
     assert not play.messages(WorkAsked)
+
+
+def test_a_gateway_that_leaves_a_request_is_gone_for_it() -> None:
+    """It was refused its place, and nobody answers the fence: it ends with its window, which begins
+    now, not when that gateway's drain is over. Of another gateway's word nothing changes."""
+    play = placed()
+    play.failed(D, Reason.NO_BLOCKS, *cancels(D, P), FENCE)
+    play.up(G2, Role.GATEWAY)
+    play.hear(G2, RequestLeft("r"))
+    assert play.machine.state.entries["r"].gateway_lost_at is None
+    play.hear(G, RequestLeft("r"))
+    play.wait(WINDOW_MS / 2000)
+    play.hear(G, RequestLeft("r"))
+    assert not ended(play)
+    play.wait(WINDOW_MS / 2000 + 1.0)
+    assert [op.outcome.reason for op in ended(play)] == [Reason.GATEWAY_LOST]

@@ -20,6 +20,7 @@ from baton.wire.messages import (
     RequestEnded,
     RequestFailed,
     RequestFenced,
+    RequestLeft,
     RequestMoved,
     RequestPlaced,
     RequestRefused,
@@ -133,9 +134,12 @@ class Attempts:
         elif ended.left:
             # Not a word to workers: they hear from whoever has it. A router that does not know yet
             # may be one that has lost it with this gateway.
-            if not ended.left_turn or self.state.links.role(peer) is not Role.ROUTER:
+            if self.state.links.role(peer) is not Role.ROUTER:
                 return []
-            return [Send(peer, RequestMoved(request_id, ended.left_turn))]
+            if ended.left_turn:
+                return [Send(peer, RequestMoved(request_id, ended.left_turn))]
+            # Nobody has claimed it yet: it must not wait for a word from here.
+            return [Send(peer, RequestLeft(request_id))]
         elif peer in ended.told:
             return []
         else:

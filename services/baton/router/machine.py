@@ -43,6 +43,7 @@ from baton.wire.messages import (
     PoolStatus,
     RequestEnded,
     RequestFenced,
+    RequestLeft,
     RequestMoved,
     RequestResumed,
     RoleAnswered,
@@ -192,6 +193,8 @@ class RouterMachine:
                 self.admission.submit(peer, message, now)
             case RequestMoved(request_id, turn):
                 self._moved(peer, request_id, turn)
+            case RequestLeft(request_id):
+                self._left(peer, request_id, now)
             case RequestEnded():
                 self._ended(peer, message)
             case RequestFenced():
@@ -316,6 +319,13 @@ class RouterMachine:
             if entry.spec.gateway != gateway:
                 self.state.send(entry.spec.gateway, RequestResumed(request_id, turn))
             self.verdicts.forget(entry)
+
+    def _left(self, gateway: Peer, request_id: str, now: float) -> None:
+        """A gateway that goes away has left it: as if that gateway were gone, for this request."""
+        entry = self.state.entries.get(request_id)
+        if entry is not None and entry.spec.gateway == gateway and not entry.gateway_gone:
+            self.state.note("gateway_left", entry)
+            entry.gateway_lost_at, entry.gateway_gone = now, True
 
     def _drain(self, now: float) -> None:
         """Refuse what was not placed yet; see the rest through."""

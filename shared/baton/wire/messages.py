@@ -161,6 +161,13 @@ class RequestMoved(Message, frozen=True):
     turn: Turn
 
 
+class RequestLeft(Message, frozen=True):
+    """gateway -> router: it has no reader here any more, and this gateway goes away. What runs goes
+    on; as with a gateway that is gone somebody else may claim it within its window."""
+
+    request_id: RequestId
+
+
 class FenceRequest(Message, frozen=True):
     """router -> gateway: from now on refuse every epoch below ``epoch``; say which ids you hold."""
 
@@ -502,6 +509,7 @@ AnyMessage = (
     | RequestFailed
     | PoolStatus
     | RequestMoved
+    | RequestLeft
     | FenceRequest
     | RequestFenced
     | RequestEnded
