@@ -49,6 +49,7 @@ def allocate(fd: int, length: int) -> None:
 
 def _collapse(mapping: mmap.mmap, start: int, size: int) -> bool:
     """Put a piece together; return whether it is worth going on with the next one."""
+    last = 0
     for _ in range(_TRIES):
         try:
             mapping.madvise(_MADV_COLLAPSE, start, size)
