@@ -407,3 +407,24 @@ def test_who_borrows_cores_is_expected_to_be_as_fast_as_that() -> None:
     play.says(P, curve_borrowed=helped)
     prefill.given()
     assert choice.speed(decode, [prefill]).now == CURVE
+
+
+def test_who_is_late_anyway_costs_a_long_queue_next_to_nothing() -> None:
+    """What is cached of it is asked for where that decides; the order is not with every message."""
+    play = Adaptive(prefill_ahead_max=1)
+    play.says(P, waiting=1, queued_tokens=200)
+    play.says(D, curve=SLOW, **busy(4))
+    for number in range(10):
+        play.admit(play.fresh(f"r{number}", 600))
+    placement = play.machine.state.placement
+    asked, ordered, in_order = [], [], placement.in_order
+    placement._cached = lambda view, entry: asked.append(entry.spec.request_id) or 0
+    placement.in_order = lambda queue, now: ordered.append(now) or in_order(queue, now)
+    assert play.wait(2.0) == []
+    asked.clear()
+    ordered.clear()
+    placement.in_order(play.machine.state.queue, play.now)
+    assert asked == []
+    ordered.clear()
+    play.admit(play.fresh("new", 600))
+    assert ordered == []

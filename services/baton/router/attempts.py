@@ -224,7 +224,9 @@ class Attempts:
         head: Entry | None = None
         waiting = 0
         again = self.state.placement.new_pass(now)
-        for entry in self.state.placement.in_order(self.state.queue, now):
+        queue = self.state.queue
+        # Between two passes only who is new is looked at: the order of the others is not asked for.
+        for entry in self.state.placement.in_order(queue, now) if again else queue:
             if entry.not_before > now:
                 continue
             if entry.unmeasured and not self.state.starting(now) and self._measure(entry, now):

@@ -152,6 +152,8 @@ class Placement:
             if entry.begun or choice.overdue(waited_s):
                 return False
             left_s = choice.slo.ttft_s - waited_s - soonest_s
+            if left_s <= 0:
+                return True  # of a long queue nearly all: what is cached need not be asked for
             if left_s >= choice.prompt_s(entry.tokens):
                 return False
             cached = max((self._cached(view, entry) for view in self.of(Role.DECODE)), default=0)
