@@ -18,15 +18,14 @@ several architectures do not pass those on to their attention.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
+from baton.engine.attending import Attending
 from baton.engine.compiled_attention import CompiledStep
 from baton.engine.info import ModelRefused
 from baton.engine.plan import (
@@ -89,17 +88,8 @@ class AttentionStep:
         """Calls by layer: the proof wants exactly one each."""
 
 
-_current = threading.local()
-
-
-@contextmanager
-def attending(step: AttentionStep) -> Iterator[None]:
-    """Make ``step`` what the registered attention works on, in this thread."""
-    _current.step = step
-    try:
-        yield
-    finally:
-        _current.step = None
+#: Makes a step what the registered attention works on.
+attending: Attending[AttentionStep] = Attending()
 
 
 def paged_attention(
@@ -128,7 +118,7 @@ def paged_attention(
     Returns:
         [1, tokens, heads, head_dim] and no weights.
     """
-    step: AttentionStep | None = getattr(_current, "step", None)
+    step = attending.step
     assert step is not None, "paged attention is called outside a step"
     layer = getattr(module, "layer_idx", None)
     if layer is None:

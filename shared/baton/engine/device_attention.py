@@ -12,9 +12,8 @@ score ``HIDDEN`` and weighs exactly nothing beside anything seen (as in ``attent
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from baton.engine.attending import Attending
 from baton.engine.attention import refuse_unknown
 from baton.engine.info import ModelRefused
 from baton.engine.plan import HIDDEN
@@ -76,17 +76,8 @@ class PieceStep:
         return self._biases[key]
 
 
-_current = threading.local()
-
-
-@contextmanager
-def attending(step: PieceStep) -> Iterator[None]:
-    """Make ``step`` what the registered attention works on, in this thread."""
-    _current.step = step
-    try:
-        yield
-    finally:
-        _current.step = None
+#: Makes a step what the registered attention works on.
+attending: Attending[PieceStep] = Attending()
 
 
 def device_attention(
@@ -115,7 +106,7 @@ def device_attention(
     Returns:
         [1, tokens, heads, head_dim] and no weights.
     """
-    step: PieceStep | None = getattr(_current, "step", None)
+    step = attending.step
     assert step is not None, "device attention is called outside a step"
     layer = getattr(module, "layer_idx", None)
     if layer is None:
