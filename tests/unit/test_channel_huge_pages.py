@@ -75,6 +75,28 @@ def test_whole_extents_are_huge_pages(file: int) -> None:
     del whole, blocks
 
 
+@pytest.mark.skipif(not collapses(), reason="no huge pages of a tmpfs here")
+def test_gaps_in_the_address_space(file: int) -> None:
+    """A process that has run for long has gaps of every size; a map lies right all the same.
+
+    There are 400 gaps between the sizes of a page and of two maps, most of them with room.
+    """
+    pages = LENGTH // mmap.PAGESIZE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    sizes = (mmap.PAGESIZE * (1 + at * 997 % (2 * pages)) for at in range(800))
+    held = [mmap.mmap(-1, size, flags=flags, prot=mmap.PROT_READ) for size in sizes]
+    for gap in held[::2]:
+        gap.close()
+    os.ftruncate(file, LENGTH)
+    maps = [huge_pages.map_aligned(file, at * mmap.PAGESIZE, 3 * EXTENT) for at in range(20)]
+    for at, one in enumerate(maps):
+        found = ctypes.addressof(ctypes.c_char.from_buffer(one))
+        assert (found - at * mmap.PAGESIZE) % EXTENT == 0
+        one.close()
+    for rest in held[1::2]:
+        rest.close()
+
+
 def test_a_new_file_is_zero_and_all_there(file: int) -> None:
     """Huge pages or not: the length is right, every page allocated, and all bytes zero."""
     huge_pages.allocate(file, LENGTH)

@@ -20,9 +20,10 @@ from baton.core.pages import EXTENT, Pages, pages_at
 _MADV_COLLAPSE = 25
 #: Put together by one call, each of which waits for all cores once.
 _PIECE = 32 * EXTENT
-#: Maps that are tried until one lies well; a gap of the right size elsewhere costs one. As often a
-#: piece is put together that could not be just now.
+#: As often a piece is put together that could not be just now.
 _TRIES = 8
+#: Gaps that are used up until a map lies well.
+_GAPS = 1024
 #: A page was in use, there was no memory in one piece, or not for this control group.
 _PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EBUSY})
 
@@ -66,8 +67,10 @@ def map_aligned(fd: int, offset: int, length: int) -> mmap.mmap:
     """Map for reading and writing; extents of the file are extents of memory if that can be had.
 
     A huge page is mapped as one only where it lies so, and the kernel does not see to it on a tmpfs
-    that was mounted without huge pages. It maps downwards from what is mapped already, so another
-    mapping of the right size in between shifts this one.
+    that was mounted without huge pages. It puts a map at the end of the highest gap with room. So
+    one that lies wrong is kept for the moment, with as much below it as shifts the next one into
+    place: if it comes into the same gap it lies right, otherwise that gap is used up. What is put
+    below is as long as the map at least, or it would go into a gap that is too small for the map.
     """
     between: list[mmap.mmap] = []
     try:
@@ -75,10 +78,11 @@ def map_aligned(fd: int, offset: int, length: int) -> mmap.mmap:
             mapping = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, offset=offset)
             locks.shield(mapping)
             over = (_address(mapping) - offset) % EXTENT
-            if over == 0 or length < EXTENT or len(between) == _TRIES:
+            if over == 0 or length < EXTENT or len(between) >= 2 * _GAPS:
                 return mapping
-            mapping.close()
-            between.append(mmap.mmap(-1, over, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            below = length + (over - 2 * length) % EXTENT
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            between += mapping, mmap.mmap(-1, below, flags=flags, prot=mmap.PROT_READ)
     finally:
         for filler in between:
             filler.close()
