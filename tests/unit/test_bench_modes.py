@@ -141,6 +141,14 @@ def test_the_forecasts_of_all_runs_are_taken_together() -> None:
     assert isinstance(found, list)
     (table,) = [each for each in found if each["title"].startswith("forecasts")]
     assert table["rows"] == [["10", "15%", "40%"]]
+    server = [
+        each
+        for each in report.tables(msgspec.structs.replace(result(), runs=(runs[1],)))
+        if "metrics" in each.title
+    ]
+    assert [row[1] for row in server[0].rows if row[0].startswith("TTFT forecasts")] == [
+        "6, 15% / 500%"
+    ]
 
 
 def test_a_comparison_is_gone_on_with_from_its_slices(tmp_path: Path) -> None:

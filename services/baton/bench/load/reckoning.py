@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from math import ceil
 
 from baton.bench.figures import quantile
 from baton.bench.load.generator import Asked, Measured
@@ -29,6 +30,21 @@ MOMENTS_MAX = 240
 #: A generator later than this (p99) has measured itself: the larger of both bounds.
 LATE_MS = 5.0
 LATE_SHARE_OF_TTFT = 0.05
+
+
+def forecast_errors(servers: Iterable[ServerFigures]) -> tuple[int, float, float]:
+    """Return how many first tokens were forecast, and the median and p90 of the errors as shares.
+
+    Both are the upper edges of the buckets they lie in; 0 where nothing was forecast.
+    """
+    counts: Counter[float] = Counter()
+    for each in servers:
+        counts.update({float(edge): count for edge, count in each.forecast_errors.items()})
+    edges = [edge for edge in sorted(counts) for _ in range(counts[edge])]
+    if not edges:
+        return 0, 0.0, 0.0
+    median, p90 = (edges[ceil(share * len(edges)) - 1] for share in (0.5, 0.9))
+    return len(edges), median, p90
 
 
 def window(measured: Measured) -> list[Asked]:

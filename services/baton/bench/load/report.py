@@ -11,8 +11,8 @@ from typing import Any
 
 from baton.bench.figures import table
 from baton.bench.load.baton_target import usual_limits
-from baton.bench.load.reckoning import goodput
-from baton.bench.load.results import Conditions, Goodput, Result, Run, Slo, Spread
+from baton.bench.load.reckoning import forecast_errors, goodput
+from baton.bench.load.results import Conditions, Goodput, Result, Run, ServerFigures, Slo, Spread
 
 #: In the place of a figure that a run does not have.
 NOT_JUDGED = "not judged by them"
@@ -329,6 +329,7 @@ def _server(runs: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
         ),
         row("hand-over mean ms", "{s.handover_ms:.2f}"),
         row("hand-over's share of TTFT", "{s.handover_share_of_ttft:.2%}"),
+        ("TTFT forecasts, and their error p50 / p90, at most", *map(_forecasts, found)),
         row("prefix cache hits", "{s.prefix_hit_share:.1%}"),
         row("queue mean ms", "{s.queue_ms:.2f}"),
         row("queue p99 ms, at most", "{s.queue_p99_ms:g}"),
@@ -339,6 +340,12 @@ def _server(runs: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
             *("-" if s is None else _words(_rounded(s.cpu_cores)) for s in found),
         ),
     )
+
+
+def _forecasts(server: ServerFigures | None) -> str:
+    """Only the adaptive mode forecasts."""
+    count, *at_most = forecast_errors([server] if server else [])
+    return f"{count}, {' / '.join(f'{edge:.0%}' for edge in at_most)}" if count else "-"
 
 
 def _rounded(values: Mapping[str, float]) -> dict[str, float]:

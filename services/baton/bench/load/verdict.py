@@ -7,7 +7,6 @@ where most ways were tried.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -241,32 +240,17 @@ def _by_rate(found: Points, modes: Sequence[str], slos: Sequence[Slo], unit: str
 
 def _forecasts(found: Points) -> list[dict[str, Any]]:
     """Return how far first tokens were from what the router expected; a bucket's upper edge."""
-    counts: Counter[float] = Counter()
-    for runs in found.values():
-        for run in runs:
-            if run.figures.server:
-                told = run.figures.server.forecast_errors
-                counts.update({float(edge): count for edge, count in told.items()})
-    whole = sum(counts.values())
+    servers = [run.figures.server for runs in found.values() for run in runs]
+    whole, *at_most = reckoning.forecast_errors([each for each in servers if each])
     if not whole:
         return []
-    at_most = {share: _edge(counts, share * whole) for share in (0.5, 0.9)}
     return [
         {
             "title": "forecasts of the time to the first token, adaptive mode: error as its share",
             "columns": ["forecasts", "median, at most", "p90, at most"],
-            "rows": [[str(whole), *(f"{edge:.0%}" for edge in at_most.values())]],
+            "rows": [[str(whole), *(f"{edge:.0%}" for edge in at_most)]],
         }
     ]
-
-
-def _edge(counts: Mapping[float, int], wanted: float) -> float:
-    below = 0
-    for edge in sorted(counts):
-        below += counts[edge]
-        if below >= wanted:
-            return edge
-    return float("inf")
 
 
 def _ways(found: Points) -> dict[str, Any]:
