@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from baton.core.ids import Peer
 from baton.core.outcomes import Reason
 from baton.core.slo import Slo
-from baton.core.step_times import MICROS_MAX, PAIR_PICOS_MAX, StepCurve
+from baton.core.step_times import MICROS_MAX, PICOS_MAX, StepCurve
 from baton.ports.driving import CallLedger, Measure, Note
 from baton.ports.ledger import AdmitRequest, PlaceRequest
 from baton.wire.messages import MoveOffered, RequestEnded, RequestRefused, RequestSpec, WorkFailed
@@ -293,7 +293,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "no memory": {"blocks": 0},
     "endless chunk": {"chunk_tokens": 2**53},
     "no time": {"curve": StepCurve((1,), (1,))},
-    "endless steps": {"curve": StepCurve((1, 2), (MICROS_MAX, MICROS_MAX), PAIR_PICOS_MAX)},
+    "endless steps": {"curve": StepCurve((1, 2), (MICROS_MAX, MICROS_MAX), PICOS_MAX)},
     "endless tokens": {"curve": StepCurve((2**31 - 1,), (1,))},
     "endless hand-over": {"handover_us": MICROS_MAX},
 }

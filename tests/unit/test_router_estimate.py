@@ -76,7 +76,7 @@ def test_a_remote_way_is_its_queue_its_chunks_and_the_hand_over() -> None:
     prefill = view(P, Role.PREFILL, waiting=2, queued_tokens=512)
     need = Need(tokens=400, cached=100, waited_s=0.05)
     found = estimator.remote(decode, prefill, (SPEED, SPEED), need, ahead=4, promised=0)
-    expected = 2 * 0.133 + 0.133 + CURVE.seconds(44) + 0.002
+    expected = 2 * 0.133 + 0.133 + CURVE.seconds(44) + 0.002 + CURVE.seconds(3, 900) / 2
     assert found.raw_s == pytest.approx(expected)
     assert found.ttft_s == pytest.approx(expected + 0.05)
     assert (found.lost, found.delay_s, found.kind) == (0, 0.0, "remote")

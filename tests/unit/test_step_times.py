@@ -7,41 +7,80 @@ import random
 import msgspec
 import pytest
 
-from baton.core.step_times import CELLS, SharedStepTimes, StepCurve, StepTimes, pairs_of
+from baton.core.step_times import CELLS, SharedStepTimes, Step, StepCurve, StepTimes, pairs_of
 
 
-def _learned(fixed: float, token: float, pair: float, *, noise: float = 0.0) -> StepCurve:
-    """Steps of an engine that takes ``fixed + token * tokens + pair * pairs`` seconds."""
+def _learned(
+    fixed: float, token: float, context: float, pair: float, *, noise: float = 0.0, rows: int = 99
+) -> StepCurve:
+    """Steps of an engine that takes so many seconds: ``fixed``, and for each token, each token of
+    its rows' context and each pair of a prompt. Every third one has a prompt, of at most ``rows``
+    rows' steps."""
     chance = random.Random(7)
     times = StepTimes()
     for _ in range(600):
-        tokens = chance.choice((1, 2, 4, 7, 16, 40, 64, 100, 128, 256))
-        pairs = pairs_of(chance.randrange(0, 4_000), tokens)
-        seconds = fixed + token * tokens + pair * pairs
-        times.learn(tokens, pairs, seconds * chance.uniform(1 - noise, 1 + noise))
+        step = Step(0, 0.0, 0.0)
+        if count := min(rows, chance.choice((0, 1, 2, 4, 7, 16))):
+            step = Step(count, count * chance.randrange(0, 4_000), 0.0)
+        if not count or chance.random() < 0.3:
+            tokens = chance.choice((16, 40, 64, 100, 128, 256))
+            pairs = pairs_of(chance.randrange(0, 4_000), tokens)
+            step = Step(count + tokens, step.context, pairs)
+        seconds = fixed + token * step.tokens + context * step.context + pair * step.pairs
+        times.learn(step, seconds * chance.uniform(1 - noise, 1 + noise))
     return times.curve()
 
 
+@pytest.mark.parametrize("rows", [99, 0])
 @pytest.mark.parametrize(
-    ("fixed", "token", "pair"), [(0.005, 0.0004, 2e-8), (0.02, 0.0001, 0.0), (0.0, 0.002, 1e-7)]
+    ("fixed", "token", "context", "pair"),
+    [(0.005, 0.0004, 1e-6, 2e-8), (0.02, 0.0001, 0.0, 0.0), (0.0, 0.002, 1e-6, 1e-7)],
 )
-def test_what_an_engine_costs_is_found(fixed: float, token: float, pair: float) -> None:
-    """Within ten percent, of any step between those that were seen, despite noise."""
-    curve = _learned(fixed, token, pair, noise=0.1)
-    for tokens, start in ((1, 3_000), (5, 100), (30, 1_000), (64, 0), (200, 2_500), (256, 500)):
-        pairs = pairs_of(start, tokens)
-        expected = fixed + token * tokens + pair * pairs
-        assert curve.seconds(tokens, pairs) == pytest.approx(expected, rel=0.1)
+def test_what_an_engine_costs_is_found(
+    fixed: float, token: float, context: float, pair: float, rows: int
+) -> None:
+    """Within ten percent, of any step between those that were seen, despite noise: whether streams
+    run beside prompts or not."""
+    curve = _learned(fixed, token, context, pair, noise=0.05, rows=rows)
+    for beside, tokens, start in ((0, 30, 1_000), (5, 64, 0), (9, 200, 2_500), (3, 256, 500)):
+        step = Step.of([*[(2_000, 1)] * min(beside, rows), (start, tokens)])
+        expected = fixed + token * step.tokens + context * step.context + pair * step.pairs
+        found = curve.seconds(step.tokens, step.context, step.pairs)
+        assert found == pytest.approx(expected, rel=0.1)
+    if rows:
+        found, expected = curve.seconds(6, 18_000), fixed + 6 * token + 18_000 * context
+        assert found == pytest.approx(expected, rel=0.1)
+
+
+def test_chance_is_not_taken_for_attention() -> None:
+    """Short contexts that differ little say nothing of long ones, however their steps vary."""
+    chance = random.Random(3)
+    slopes = []
+    for _ in range(50):
+        times = StepTimes()
+        for _ in range(40):
+            times.learn(Step(2, chance.uniform(300, 320), 0.0), 0.02 * chance.uniform(0.9, 1.1))
+        slopes.append(times.curve().context_picos * 1e-12)
+    # Least squares alone have 10 % of a step's time within these 20 tokens often, 1.5 times at
+    # a context of 3,000.
+    assert sorted(slopes)[25] == 0.0
+
+
+def test_a_row_reads_its_context_alone() -> None:
+    """Where chunks share what they read, streams' contexts say nothing of prompts."""
+    curve = _learned(0.01, 0.0003, 2e-6, 2e-8)
+    assert curve.context_picos == pytest.approx(2_000_000, rel=0.05)
+    assert curve.pair_picos == pytest.approx(20_000, rel=0.05)
 
 
 def test_a_prompt_in_chunks_is_the_sum_of_its_steps() -> None:
     """Followed in one formula, beside streams that decode, and from what is cached on."""
-    curve = StepCurve((1, 64, 128), (5_000, 30_000, 55_000), 20_000)
+    curve = StepCurve((1, 64, 128), (5_000, 30_000, 55_000), 20_000, 900_000)
     for begin, end, chunk, rows, context in ((0, 1_000, 64, 0, 0), (160, 1_000, 48, 6, 3_000)):
         total, at = 0.0, begin
         while at < end:
             tokens = min(chunk, end - at)
-            total += curve.seconds(rows + tokens, context + pairs_of(at, tokens))
+            total += curve.seconds(rows + tokens, context, pairs_of(at, tokens))
             at += tokens
         found = curve.prompt_seconds(begin, end, chunk, rows, context)
         assert found == pytest.approx(total, rel=1e-6)
@@ -54,9 +93,9 @@ def test_a_chunk_keeps_within_a_limit() -> None:
     sizes = []
     for rows, begin in ((0, 0), (16, 0), (16, 2_000)):
         size = curve.chunk_within(0.05, begin, most=256, unit=16, rows=rows)
-        assert curve.seconds(rows + size, pairs_of(begin, size)) <= 0.05
+        assert curve.seconds(rows + size, 0, pairs_of(begin, size)) <= 0.05
         longer = size + 16
-        assert curve.seconds(rows + longer, pairs_of(begin, longer)) > 0.05
+        assert curve.seconds(rows + longer, 0, pairs_of(begin, longer)) > 0.05
         sizes.append(size)
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
     assert curve.chunk_within(0.001, 0, most=256, unit=16) == 16
@@ -66,9 +105,9 @@ def test_a_chunk_keeps_within_a_limit() -> None:
 def test_more_tokens_never_take_less_time() -> None:
     """One slow step of one token does not make longer ones look cheap, nor the other way round."""
     times = StepTimes()
-    times.learn(1, 0, 0.5)
+    times.learn(Step(1, 0, 0), 0.5)
     for _ in range(40):
-        times.learn(64, 0, 0.03)
+        times.learn(Step(64, 0, 0), 0.03)
     curve = times.curve()
     assert list(curve.micros) == sorted(curve.micros)
     assert curve.seconds(64) < 0.06
@@ -78,8 +117,8 @@ def test_a_step_that_something_else_held_up_counts_for_little() -> None:
     """A pause of the machine says nothing about the engine."""
     times = StepTimes()
     for _ in range(40):
-        times.learn(8, 0, 0.01)
-    times.learn(8, 0, 5.0)
+        times.learn(Step(8, 0, 0), 0.01)
+    times.learn(Step(8, 0, 0), 5.0)
     assert times.curve().seconds(8) < 0.012
 
 
@@ -88,7 +127,7 @@ def test_what_has_changed_is_learned_again() -> None:
     times = StepTimes()
     for seconds in (0.01, 0.03):
         for _ in range(120):
-            times.learn(8, 0, seconds)
+            times.learn(Step(8, 0, 0), seconds)
     assert times.curve().seconds(8) == pytest.approx(0.03, rel=0.05)
 
 
@@ -108,9 +147,9 @@ def test_the_model_has_a_bound_and_travels() -> None:
     """However different steps are, it is a few numbers, and the same after a message."""
     times = StepTimes()
     for tokens in range(1, 70_000, 7):
-        times.learn(tokens, 0, tokens / 1_000)
-    times.learn(0, 0, 1.0)
-    times.learn(1, 0, 0.0)
+        times.learn(Step(tokens, 0, 0), tokens / 1_000)
+    times.learn(Step(0, 0, 0), 1.0)
+    times.learn(Step(1, 0, 0), 0.0)
     assert len(times.cells) <= CELLS
     curve = times.curve()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(curve), type=StepCurve) == curve
@@ -120,7 +159,7 @@ def test_what_was_learned_of_a_machine_that_stood_still_can_be_told() -> None:
     """However long a step took: the figures end where those that may travel end."""
     times = StepTimes()
     for tokens, pairs, seconds in ((1, 0.5, 1e-9), (1, 1.5, 1e9), (300, 9.0, 1e12)):
-        times.learn(tokens, pairs, seconds)
+        times.learn(Step(tokens, 0, pairs), seconds)
     curve = times.curve()
     curve.verify()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(curve), type=StepCurve) == curve
@@ -131,8 +170,8 @@ def _shared(gain: float = 2.0) -> SharedStepTimes:
     times = SharedStepTimes()
     for tokens in (1, 4, 16):
         for _ in range(4):
-            times.learn(tokens, 0, 0.01 + tokens / 1_000, 0.0)
-            times.learn(tokens, 0, (0.01 + tokens / 1_000) / gain, 1.0)
+            times.learn(Step(tokens, 0, 0), 0.01 + tokens / 1_000, 0.0)
+            times.learn(Step(tokens, 0, 0), (0.01 + tokens / 1_000) / gain, 1.0)
     return times
 
 
@@ -141,10 +180,10 @@ def test_steps_with_borrowed_cores_are_learned_apart() -> None:
     times = _shared()
     before = (times.curve(), times.curve_borrowed())
     for borrowed in (0.11, 0.5, 0.89):
-        times.learn(4, 0, 5.0, borrowed)
+        times.learn(Step(4, 0, 0), 5.0, borrowed)
     assert (times.curve(), times.curve_borrowed()) == before
-    times.learn(4, 0, 0.02, 0.1)
-    times.learn(4, 0, 0.02, 0.9)
+    times.learn(Step(4, 0, 0), 0.02, 0.1)
+    times.learn(Step(4, 0, 0), 0.02, 0.9)
     assert times.curve() != before[0] and times.curve_borrowed() != before[1]
     assert before[0].seconds(4) == pytest.approx(0.014)
     assert before[1].seconds(4) == pytest.approx(0.007)
@@ -153,8 +192,8 @@ def test_steps_with_borrowed_cores_are_learned_apart() -> None:
 def test_what_only_one_kind_of_step_has_shown_is_known_of_the_other() -> None:
     """By how much borrowed cores helped where both kinds were seen."""
     helped, alone = _shared(gain=1.6), _shared(gain=1.6)
-    helped.learn(256, 0, 0.1, 1.0)
-    alone.learn(64, 0, 0.08, 0.0)
+    helped.learn(Step(256, 0, 0), 0.1, 1.0)
+    alone.learn(Step(64, 0, 0), 0.08, 0.0)
     assert helped.curve().seconds(256) == pytest.approx(0.16)
     assert alone.curve_borrowed().seconds(64) == pytest.approx(0.05)
     helped.curve().verify()
@@ -164,16 +203,16 @@ def test_what_only_one_kind_of_step_has_shown_is_known_of_the_other() -> None:
 def test_until_both_kinds_were_seen_the_worst_is_assumed() -> None:
     """Alone it takes twice as long as with as many more cores; and these may not help at all."""
     times = SharedStepTimes()
-    times.learn(8, 0, 0.01, 1.0)
+    times.learn(Step(8, 0, 0), 0.01, 1.0)
     assert times.curve().seconds(8) == pytest.approx(0.02)
-    times.learn(64, 0, 0.08, 0.0)
+    times.learn(Step(64, 0, 0), 0.08, 0.0)
     assert times.curve_borrowed().seconds(64) == pytest.approx(0.08)
 
 
 def test_who_never_borrows_tells_one_curve() -> None:
     """The other one is empty."""
     times = SharedStepTimes()
-    times.learn(8, 0, 0.01)
+    times.learn(Step(8, 0, 0), 0.01)
     assert times.curve() == StepCurve((8,), (10_000,))
     assert times.curve_borrowed() == StepCurve()
 
@@ -184,9 +223,9 @@ def test_completed_curves_are_never_too_long_to_tell() -> None:
     for cell in range(CELLS):
         octave = 1 << cell // 2
         tokens = octave + (cell % 2) * ((octave + 1) // 2)
-        times.learn(tokens, 0, tokens / 1_000, 0.0)
+        times.learn(Step(tokens, 0, 0), tokens / 1_000, 0.0)
         if tokens > 4:
-            times.learn(tokens + tokens // 8, 0, tokens / 2_000, 1.0)
+            times.learn(Step(tokens + tokens // 8, 0, 0), tokens / 2_000, 1.0)
     for curve in (times.curve(), times.curve_borrowed()):
         curve.verify()
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(curve), type=StepCurve) == curve

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton.core.step_times import SharedStepTimes, pairs_of
+from baton.core.step_times import SharedStepTimes, Step
 from baton.decode.sequence import Sequence, Stage
 from baton.ports.engine import Row
 
@@ -46,11 +46,8 @@ class Figures:
     def stepped(self, rows: Iterable[Row], seconds: float, borrowed: float) -> None:
         """A step of ``rows`` took ``seconds``, from its start to the next event, and for a share of
         it had ``borrowed`` cores."""
-        tokens, pairs = 0, 0.0
-        for row in rows:
-            tokens += len(row.token_ids)
-            pairs += pairs_of(row.start, len(row.token_ids))
-        self.steps.learn(tokens, pairs, seconds, borrowed)
+        step = Step.of((row.start, len(row.token_ids)) for row in rows)
+        self.steps.learn(step, seconds, borrowed)
 
     def handed_over(self, seconds: float) -> None:
         """A hand-over took ``seconds``, from prefill's last step to the sequence that runs."""

@@ -29,6 +29,7 @@ from baton.core.lifecycles import RequestState
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
 from baton.core.slo import Slo
+from baton.core.step_times import Rehearsed
 from baton.decode.admission import Admission
 from baton.decode.attempts import Attempts
 from baton.decode.departure import Departure
@@ -100,7 +101,8 @@ class DecodeMachine:
     ``found`` is what it has of the arena, if that was taken over; else all of it is free. ``left``
     is the step that the incarnation before it left. With an ``slo`` a chunk of a prompt beside
     running sequences is as long as their steps may take. ``mixed``: routers may have it compute
-    prompts that a prefill worker could.
+    prompts that a prefill worker could. ``rehearsed``: what steps took when the engine was warmed
+    up.
     """
 
     def __init__(
@@ -117,10 +119,12 @@ class DecodeMachine:
         found: TakenOver | None = None,
         left: LastStep | None = None,
         mixed: bool = False,
+        rehearsed: Rehearsed = (),
     ) -> None:
         pool = BlockPool(blocks_total) if found is None else found.pool
         assert pool.total == blocks_total
         self.state = State(me, limits, pool, arena, block_size, block_bytes, root, mixed=mixed)
+        self.state.figures.steps.rehearsed(rehearsed)
         self.handover = Handover(self.state, {} if found is None else found.quarantined)
         self.scheduler = Scheduler(self.state, self.handover, slo)
         self.imports = Imports(self.state)

@@ -156,7 +156,7 @@ class Scheduler:
         if chunk > unit or not rows or first.output or self.slo.broken(calm_s):
             return chunk
         least = min(unit, first.length - first.computed)
-        step_s = curve.seconds(count + least, context + pairs_of(first.computed, least))
+        step_s = curve.seconds(count + least, context, pairs_of(first.computed, least))
         if step_s <= self.slo.itl_s or curve.tokens[-1] < count + least:
             return chunk
         # As steps have shown nothing is short enough. It began when nothing ran, or nobody else

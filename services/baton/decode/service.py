@@ -51,7 +51,8 @@ def build(context: Context) -> Service:
         ArenaTooSmall, ArenaInUse: the arena cannot be had.
     """
     config = context.config
-    engine, model = take_engine(context)
+    loaded = take_engine(context)
+    engine, model = loaded.engine, loaded.model
     place = blocks_place(context, model)
     arena, pages, found = _open_arena(context, model, place)
     sources = ShmSources(
@@ -70,6 +71,7 @@ def build(context: Context) -> Service:
         slo=config.adaptive_slo(),
         found=found,
         left=record.left,
+        rehearsed=loaded.rehearsed,
         mixed=context.worker_role is WorkerRole.MIXED,
     )
     steps = EngineThread(context.feed, context.crash, context.clock)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.outcomes import Reason
-from baton.core.step_times import SharedStepTimes, pairs_of
+from baton.core.step_times import SharedStepTimes, Step
 from baton.ports.driving import CallLedger, RecordStep
 from baton.ports.ledger import AdvanceRequest
 from baton.prefill.chunk_size import ChunkSize
@@ -118,9 +118,8 @@ class Chunks:
             self.tokens_per_s += weight * (speed - self.tokens_per_s)
             self.size.learn(tokens, event.seconds)
             assert since is not None
-            starts = ((row.row.start, len(row.row.token_ids)) for row, _ in flying)
-            pairs = sum(pairs_of(start, count) for start, count in starts)
-            self.times.learn(tokens, pairs, now - since, event.borrowed)
+            step = Step.of((row.row.start, len(row.row.token_ids)) for row, _ in flying)
+            self.times.learn(step, now - since, event.borrowed)
         for (_, job), result in zip(flying, event.results, strict=True):
             if job.stopping:
                 self.ends.stop(job)

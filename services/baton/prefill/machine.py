@@ -23,6 +23,7 @@ from baton.core.ids import Peer, Role
 from baton.core.lifecycles import LeaseState
 from baton.core.limits import Limits
 from baton.core.outcomes import Reason
+from baton.core.step_times import Rehearsed
 from baton.ports.driving import EXIT_RESTART, EXIT_ROLE, Exit, LedgerAnswered
 from baton.ports.transport import PeerLost, PeerRefused, PeerUp, Received
 from baton.prefill.admission import Admission
@@ -67,7 +68,8 @@ EXIT_HUNG = 75
 class PrefillMachine:
     """One prefill worker. ``Machine[Event, Command]``.
 
-    ``left`` is the chunk that the incarnation before it left.
+    ``left`` is the chunk that the incarnation before it left, ``rehearsed`` what steps took when
+    the engine was warmed up.
     """
 
     def __init__(
@@ -78,12 +80,14 @@ class PrefillMachine:
         block_size: int,
         root: bytes,
         left: LastStep | None = None,
+        rehearsed: Rehearsed = (),
     ) -> None:
         self.state = State(me, limits, block_size, root)
         self.arenas = Arenas(limits.arena_kept_ms / 1000)
         self.ends = Ends(self.state)
         self.admission = Admission(self.state, self.arenas, self.ends)
         self.chunks = Chunks(self.state, self.ends)
+        self.chunks.times.rehearsed(rehearsed)
         self.left = left
         self.drain_due: float | None = None
         self.exited = False

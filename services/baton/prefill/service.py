@@ -40,7 +40,8 @@ def build(context: Context) -> Service:
     former = files.arena_path(Path(config.arena.dir), config.cluster.name, context.me.worker_id)
     if files.remove_unowned(former):
         context.log.info("arena_given_up", path=str(former))
-    engine, model = take_engine(context)
+    loaded = take_engine(context)
+    engine, model = loaded.engine, loaded.model
     place = blocks_place(context, model)
     if place is not None:
         place.forget(former.name)
@@ -53,6 +54,7 @@ def build(context: Context) -> Service:
         block_size=model.layout.block_size,
         root=chain_root(repr(model.compat)),
         left=record.left,
+        rehearsed=loaded.rehearsed,
     )
     # One thread for chunks and mappings: a mapping never goes while a chunk stores into it.
     thread = EngineThread(context.feed, context.crash, context.clock)

@@ -8,7 +8,9 @@ has the last word, and its own schedule keeps the steps short.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate
 
 from baton.core.ids import Peer
 from baton.core.slo import Slo
@@ -97,54 +99,61 @@ class Estimate:
         return text if self.ready else f"{text}, once there is room"
 
 
-@dataclass(slots=True)
+#: Slopes that a line may have.
+SLOPES = (1.0, 0.9, 1.1, 0.8, 1.25, 0.7, 1.4, 0.6, 1.6, 0.5, 1.8, 2.0, 2.5, 3.0)
+
+
 class Line:
-    """What first tokens really took against what was expected: a moving line through both, fitted
-    to relative errors, so that short waits count as much as long ones.
-
-    ``real / expected`` is looked at as a function of ``1 / expected``: its slope is the time that
-    every request takes more, whatever its length."""
-
-    count: int = 0
-    ratio: float = 0.0
-    inverse: float = 0.0
-    var: float = 0.0
-    """Of the inverse."""
-    cov: float = 0.0
+    """What first tokens really took against what was expected: the line from which the last
+    outcomes are the least away, each by its share of what it was (least absolute errors). One that
+    something else has disturbed moves it no more than any other does, and that there is nothing to
+    correct counts as much as some outcomes."""
 
     #: The last so many requests count: a machine's speed changes with what else it does.
-    MEMORY = 12
-    #: So many times later than it was expected something else went on: it counts as so much.
-    CLIP = 2.0
+    MEMORY = 24
+    #: So many outcomes stand for figures that are right as they are.
+    BELIEF = 3.0
     #: What is expected beyond a day is not expected: nothing is learned from it but that.
     EXPECTED_MAX_S = 86_400.0
+
+    def __init__(self) -> None:
+        self._outcomes: deque[tuple[float, float]] = deque(maxlen=self.MEMORY)
+        self._more_s, self._slope = 0.0, 1.0
+
+    @property
+    def count(self) -> int:
+        """Return how many outcomes are remembered."""
+        return len(self._outcomes)
 
     def learn(self, expected_s: float, actual_s: float) -> None:
         """``expected_s`` by the workers' figures, ``actual_s`` in truth."""
         expected_s = min(max(expected_s, 0.001), self.EXPECTED_MAX_S)
-        if self.count:
-            actual_s = min(actual_s, self.CLIP * self.corrected(expected_s))
-        else:
-            actual_s = min(actual_s, self.CLIP * expected_s + 0.1)
-        self.count = min(self.count + 1, self.MEMORY)
-        weight = 1 / self.count
-        dx, dy = 1 / expected_s - self.inverse, actual_s / expected_s - self.ratio
-        self.inverse += weight * dx
-        self.ratio += weight * dy
-        self.var += weight * ((1 - weight) * dx * dx - self.var)
-        self.cov += weight * ((1 - weight) * dx * dy - self.cov)
+        self._outcomes.append((expected_s, min(max(actual_s, 0.001), self.EXPECTED_MAX_S)))
+        best = float("inf")
+        for slope in SLOPES:
+            more_s, wrong = self._through(slope)
+            if wrong < best:
+                best, self._more_s, self._slope = wrong, more_s, slope
 
     def corrected(self, expected_s: float) -> float:
         """Return what ``expected_s`` will really be. Without evidence of the contrary what is more
         does not depend on the length."""
-        if not self.count:
-            return expected_s
-        doubt = (0.05 * self.inverse) ** 2
-        usual = (self.ratio - 1) / self.inverse
-        more_s = (self.cov + doubt * usual) / (self.var + doubt)
-        slope = min(2.0, max(0.5, self.ratio - more_s * self.inverse))
-        more_s = (self.ratio - slope) / self.inverse
-        return max(0.25 * expected_s, more_s + slope * expected_s)
+        return max(0.25 * expected_s, self._more_s + self._slope * expected_s)
+
+    def _through(self, slope: float) -> tuple[float, float]:
+        """Return what every request takes more if this is the slope, and how wrong that is."""
+        rests = [(actual - slope * expected, 1 / actual) for expected, actual in self._outcomes]
+        whole = sum(weight for _, weight in rests)
+        believed = self.BELIEF * whole / len(rests)
+        rests.append((0.0, believed))
+        rests.sort()
+        below = accumulate(weight for _, weight in rests)
+        half = (whole + believed) / 2
+        more_s = next(
+            rest for (rest, _), weight in zip(rests, below, strict=True) if weight >= half
+        )
+        wrong = sum(weight * abs(rest - more_s) for rest, weight in rests)
+        return more_s, wrong + self.BELIEF * abs(slope - 1.0)
 
 
 class Estimator:
@@ -167,12 +176,12 @@ class Estimator:
         raw = calm / 2 + queued_s
         raw += curve.prompt_seconds(need.cached, need.tokens, chunk, rows, context)
         once = min(chunk, need.rest)
-        pairs = context + pairs_of(middle, once)
-        step = curve.seconds(rows + once, pairs)
+        pairs = pairs_of(middle, once)
+        step = curve.seconds(rows + once, context, pairs)
         steps = -(-need.rest // chunk)
         # The cores may be wanted back at any time.
         borne = self.slo.keeps(step) and not self.slo.broken(
-            speed.alone.seconds(rows + once, pairs)
+            speed.alone.seconds(rows + once, context, pairs)
         )
         return self._estimate(
             view,
@@ -232,7 +241,8 @@ class Estimator:
             prefill,
             need,
             speed,
-            raw_s=queued_s + own_s + view.status.handover_us * 1e-6,
+            # The first token goes out with those of the step in flight.
+            raw_s=queued_s + own_s + view.status.handover_us * 1e-6 + (alone / 2 if rows else 0.0),
             step_s=speed.alone.seconds(rows + 1, context + need.tokens),
             delay_s=rows * slower * own_s,
             stalled=0,

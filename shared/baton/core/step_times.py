@@ -1,10 +1,12 @@
 """How long an engine step takes: learned from steps, told in a few numbers, and what follows.
 
 Decides how a step's time is put together: a base that depends on its tokens (all weights are read
-however few there are), and a share for each pair of a token and one that it attends to. Both are
-measured, in cells of similar token counts with one slope for all of them; what was never seen lies
-on the line through what was. Workers learn, routers only use what they are told; both follow a
-prompt through its chunks with the same functions.
+however few there are), and what attention takes. A running sequence reads its whole context for one
+token, the tokens of a prompt's chunk share what they read: so there is one share for each token of
+context that a row reads, and another, many times smaller, for each pair of a prompt's token and one
+that it attends to. All are measured, in cells of similar token counts with one slope for all of
+them; what was never seen lies on the line through what was. Workers learn, routers only use what
+they are told; both follow a prompt through its chunks with the same functions.
 """
 
 from __future__ import annotations
@@ -27,15 +29,17 @@ MEMORY = 16
 #: A step that took longer than so many times its cell's mean counts as that much: the machine was
 #: busy with something else.
 OUTLIER = 3.0
+#: A rehearsed step counts as so many: the first real one may be one that something disturbed.
+REHEARSALS = 3
 #: A step that had borrowed cores for this share of its time is one with them, and one that had none
 #: for it one without.
 MOSTLY = 0.9
 #: With as many cores borrowed as there are own ones a step takes half the time at best.
 UNSEEN = 2.0
-#: Longer steps (some hours), and slower attention (a second a pair), are told as this: no worker
+#: Longer steps (some hours), and slower attention (a second a token), are told as this: no worker
 #: lives to see them, and whoever reads a curve may rely on it.
 MICROS_MAX = 10**10
-PAIR_PICOS_MAX = 10**12
+PICOS_MAX = 10**12
 
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Micros = Annotated[int, Meta(ge=1, le=MICROS_MAX)]
@@ -48,8 +52,10 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of a step, ascending."""
     micros: Annotated[tuple[_Micros, ...], Meta(max_length=CELLS)] = ()
     """How long such a step takes beside its attention, never descending."""
-    pair_picos: Annotated[int, Meta(ge=0, le=PAIR_PICOS_MAX)] = 0
-    """For each pair of a token and one it attends to, in 10**-12 s."""
+    pair_picos: Annotated[int, Meta(ge=0, le=PICOS_MAX)] = 0
+    """For each pair of a prompt's token and one it attends to, in 10**-12 s."""
+    context_picos: Annotated[int, Meta(ge=0, le=PICOS_MAX)] = 0
+    """For each token of context that a row of one token reads, in 10**-12 s."""
 
     def verify(self) -> None:
         """Look at a curve that somebody else made: everything else here divides by it.
@@ -64,10 +70,14 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
         if any(low > high for low, high in pairwise(self.micros)):
             raise ValueError("the times of a step curve descend")
 
-    def seconds(self, tokens: float, pairs: float = 0.0) -> float:
-        """Return how long a step takes; outside of what was seen in proportion, at least as long
-        as the shortest step that was seen."""
-        return self._base(tokens) * 1e-6 + pairs * self.pair_picos * 1e-12
+    def seconds(self, tokens: float, context: float = 0.0, pairs: float = 0.0) -> float:
+        """Return how long a step takes whose rows of one token read ``context`` tokens in all, and
+        whose prompts make ``pairs``; outside of what was seen in proportion, at least as long as
+        the shortest step that was seen."""
+        return self._base(tokens) * 1e-6 + self._attention(context, pairs)
+
+    def _attention(self, context: float, pairs: float) -> float:
+        return (context * self.context_picos + pairs * self.pair_picos) * 1e-12
 
     def _base(self, tokens: float) -> float:
         xs, ys = self.tokens, self.micros
@@ -97,6 +107,7 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
             (*self.tokens, *(tokens for tokens, _ in more)),
             (*self.micros, *(max(low, micros) for _, micros in more)),
             self.pair_picos or other.pair_picos,
+            self.context_picos or other.context_picos,
         )
 
     def completed(self, other: StepCurve, factor: float) -> StepCurve:
@@ -112,9 +123,13 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
         before = [(n, min(us, self.micros[0])) for n, us in points if n < low]
         after = [(n, max(us, (self.micros or (0,))[-1])) for n, us in points if n > high]
         whole = [*before, *zip(self.tokens, self.micros, strict=True), *after]
-        slope = self.pair_picos or min(PAIR_PICOS_MAX, round(factor * other.pair_picos))
         tokens, micros = zip(*whole[:CELLS], strict=True)
-        return StepCurve(tuple(tokens), tuple(micros), slope)
+        return StepCurve(
+            tuple(tokens),
+            tuple(micros),
+            self.pair_picos or min(PICOS_MAX, round(factor * other.pair_picos)),
+            self.context_picos or min(PICOS_MAX, round(factor * other.context_picos)),
+        )
 
     def prompt_seconds(
         self, begin: int, end: int, chunk: int, rows: int = 0, context: int = 0
@@ -128,7 +143,7 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
         if rest:
             seconds += self.seconds(rows + rest)
         pairs = (end * end - begin * begin) / 2 if count else 0.0
-        return seconds + (pairs + steps * context) * self.pair_picos * 1e-12
+        return seconds + self._attention(steps * context, pairs)
 
     def chunk_within(
         self, limit_s: float, begin: int, *, most: int, unit: int, rows: int = 0, context: int = 0
@@ -139,38 +154,65 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
         while low < high:
             middle = (low + high + 1) // 2
             tokens = middle * unit
-            pairs = context + tokens * (begin + tokens / 2)
-            if self.seconds(rows + tokens, pairs) <= limit_s:
+            if self.seconds(rows + tokens, context, pairs_of(begin, tokens)) <= limit_s:
                 low = middle
             else:
                 high = middle - 1
         return low * unit
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an engine step was made of."""
+
+    tokens: int
+    context: float
+    """Tokens that its rows of one token read, all together."""
+    pairs: float
+    """Of its prompts' tokens and those that each of them attends to."""
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, int]]) -> Step:
+        """``rows``: where each one begins, and how many tokens it has."""
+        tokens, context, pairs = 0, 0.0, 0.0
+        for start, count in rows:
+            tokens += count
+            if count == 1:
+                context += start
+            else:
+                pairs += pairs_of(start, count)
+        return cls(tokens, context, pairs)
+
+
+#: Steps of one thread before the first request, and what each of them took, in s.
+Rehearsed = tuple[tuple[Step, float], ...]
+
+
 @dataclass(slots=True)
 class _Cell:
-    """Steps of similar token counts: moving means, and how time goes with pairs within them."""
+    """Steps of similar token counts: moving means, and how time goes with attention within them."""
 
     count: int = 0
     tokens: float = 0.0
-    pairs: float = 0.0
-    seconds: float = 0.0
-    var: float = 0.0
-    """Of the pairs."""
-    cov: float = 0.0
-    """Of pairs and seconds."""
+    means: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of context, pairs and seconds."""
+    squares: list[float] = field(default_factory=lambda: [0.0] * 6)
+    """Their variances and covariances: cc, cp, cs, pp, ps, ss."""
 
-    def learn(self, tokens: int, pairs: float, seconds: float) -> None:
+    def learn(self, step: Step, seconds: float) -> None:
         self.count = min(self.count + 1, MEMORY)
         if self.count > 3:
-            seconds = min(seconds, OUTLIER * self.seconds)
+            seconds = min(seconds, OUTLIER * self.means[2])
         weight = 1 / self.count
-        dx, dy = pairs - self.pairs, seconds - self.seconds
-        self.tokens += weight * (tokens - self.tokens)
-        self.pairs += weight * dx
-        self.seconds += weight * dy
-        self.var += weight * ((1 - weight) * dx * dx - self.var)
-        self.cov += weight * ((1 - weight) * dx * dy - self.cov)
+        self.tokens += weight * (step.tokens - self.tokens)
+        c, p, s = (
+            new - old
+            for new, old in zip((step.context, step.pairs, seconds), self.means, strict=True)
+        )
+        for at, product in enumerate((c * c, c * p, c * s, p * p, p * s, s * s)):
+            self.squares[at] += weight * ((1 - weight) * product - self.squares[at])
+        context, pairs, mean = self.means
+        self.means = (context + weight * c, pairs + weight * p, mean + weight * s)
 
 
 @dataclass(slots=True)
@@ -179,25 +221,28 @@ class StepTimes:
 
     cells: dict[int, _Cell] = field(default_factory=dict)
 
-    def learn(self, tokens: int, pairs: float, seconds: float) -> None:
-        """A step of ``tokens`` tokens, which attended to ``pairs`` in all, took ``seconds``."""
-        if tokens < 1 or seconds <= 0:
+    def learn(self, step: Step, seconds: float) -> None:
+        """``step`` took ``seconds``."""
+        if step.tokens < 1 or seconds <= 0:
             return
-        cell = self.cells.setdefault(_cell_of(tokens), _Cell())
-        cell.learn(tokens, pairs, seconds)
+        self.cells.setdefault(_cell_of(step.tokens), _Cell()).learn(step, seconds)
 
     def curve(self) -> StepCurve:
         """Return what was learned."""
         cells = [self.cells[number] for number in sorted(self.cells)]
-        var = sum(cell.var for cell in cells)
-        slope = max(0.0, sum(cell.cov for cell in cells) / var) if var > 0 else 0.0
+        of_context, of_pairs = _slopes(cells)
+        taken = [of_context * cell.means[0] + of_pairs * cell.means[1] for cell in cells]
         # No share of attention may take more than the whole step.
-        shares = [cell.seconds / cell.pairs for cell in cells if cell.pairs > 0]
-        slope = min([slope, *shares])
-        bases = [(cell.count, cell.seconds - slope * cell.pairs) for cell in cells]
+        most = [cell.means[2] / each for cell, each in zip(cells, taken, strict=True) if each > 0]
+        part = min([1.0, *most])
+        bases = [
+            (cell.count, cell.means[2] - part * each)
+            for cell, each in zip(cells, taken, strict=True)
+        ]
         micros = tuple(min(MICROS_MAX, max(1, round(base * 1e6))) for base in _ascending(bases))
         tokens = tuple(round(cell.tokens) for cell in cells)
-        return StepCurve(tokens, micros, min(PAIR_PICOS_MAX, round(slope * 1e12)))
+        picos = (min(PICOS_MAX, round(part * each * 1e12)) for each in (of_pairs, of_context))
+        return StepCurve(tokens, micros, *picos)
 
 
 @dataclass(slots=True)
@@ -212,13 +257,18 @@ class SharedStepTimes:
     alone: StepTimes = field(default_factory=StepTimes)
     helped: StepTimes = field(default_factory=StepTimes)
 
-    def learn(self, tokens: int, pairs: float, seconds: float, borrowed: float = 0.0) -> None:
+    def learn(self, step: Step, seconds: float, borrowed: float = 0.0) -> None:
         """See :meth:`StepTimes.learn`; cores were borrowed for this share of the step. A step that
         was neither one nor the other for nearly all of its time says nothing."""
         if borrowed >= MOSTLY:
-            self.helped.learn(tokens, pairs, seconds)
+            self.helped.learn(step, seconds)
         elif 1 - borrowed >= MOSTLY:
-            self.alone.learn(tokens, pairs, seconds)
+            self.alone.learn(step, seconds)
+
+    def rehearsed(self, steps: Rehearsed) -> None:
+        """Nothing was borrowed for these ``steps`` and the seconds each of them took."""
+        for step, seconds in steps * REHEARSALS:
+            self.alone.learn(step, seconds)
 
     def curve(self) -> StepCurve:
         """Return how long steps take without borrowed cores."""
@@ -268,6 +318,37 @@ def chunk_beside(
 def pairs_of(start: int, tokens: int) -> float:
     """Return how many pairs ``tokens`` tokens from position ``start`` on attend to."""
     return tokens * (start + tokens / 2)
+
+
+def _slopes(cells: Iterable[_Cell]) -> tuple[float, float]:
+    """Return how many seconds a token of context and a pair take: the line that is nearest to all
+    steps (least squares), each cell with a base of its own. Neither is negative, and each is drawn
+    towards none by as much as chance may have made of it (James and Stein, positive part)."""
+    cells = list(cells)
+    free = sum(cell.count - 1 for cell in cells) - 2
+    cc, cp, cs, pp, ps, ss = (
+        sum(cell.count * cell.squares[at] for cell in cells) for at in range(6)
+    )
+    both = cc * pp - cp * cp
+    if free < 1 or ss <= 0:
+        return 0.0, 0.0
+    found = (0.0, 0.0)
+    left = (0.0, 0.0)
+    if both > 1e-6 * cc * pp:
+        found = ((cs * pp - ps * cp) / both, (ps * cc - cs * cp) / both)
+        left = both / pp, both / cc
+    if min(found) <= 0.0:
+        # One of them alone, the one that says more.
+        alone = [max(0.0, with_s) / own if own > 0 else 0.0 for own, with_s in ((cc, cs), (pp, ps))]
+        context_says = alone[0] * cs >= alone[1] * ps
+        found = (alone[0], 0.0) if context_says else (0.0, alone[1])
+        left = cc, pp
+    rest = max(0.0, ss - found[0] * cs - found[1] * ps) / free
+    context, pairs = (
+        slope * max(0.0, 1 - rest / (slope * slope * own)) if slope > 0 else 0.0
+        for slope, own in zip(found, left, strict=True)
+    )
+    return context, pairs
 
 
 def _cell_of(tokens: int) -> int:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from baton.core.pages import Pages
+from baton.core.step_times import Rehearsed
 from baton.engine.device_attention import NAME, DeviceArena
 from baton.engine.device_graphs import Forwards
 from baton.engine.device_plan import Cutting, plan_pieces
@@ -209,8 +210,9 @@ class DeviceEngine:
         assert self._forwards is not None, "use_threads comes before anything on the device"
         return self._forwards
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> Rehearsed:
         """Nothing: it may not touch the device, and opening the device ran both kinds of step."""
+        return ()
 
 
 class _Trunk:

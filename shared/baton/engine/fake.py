@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.pages import Pages
+from baton.core.step_times import Rehearsed
 from baton.engine.info import KERNELS
 from baton.engine.sampler import sample_rows
 from baton.engine.stop_points import NoStopPoints, StopPoints
@@ -155,8 +156,9 @@ class FakeEngine:
     def use_threads(self, threads: int, cores: SharedCores | None = None) -> None:
         """It has none to choose."""
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> Rehearsed:
         """Nothing is paid for later."""
+        return ()
 
     def step(
         self, rows: Sequence[Row], stored: Callable[[], None] = nothing

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.pages import Pages
+from baton.core.step_times import Rehearsed
 from baton.engine.native import abi
 from baton.engine.native.arenas import Arenas
 from baton.engine.packed import PackedWeights
@@ -127,9 +128,9 @@ class LlamaEngine:
             self._library.llama_head(self._handle, found)
         return found, sound
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> Rehearsed:
         """Run one prompt chunk and one decode step in memory of its own."""
-        rehearse(self)
+        return rehearse(self)
 
 
 def _cores(cores: SharedCores) -> abi.Cores:

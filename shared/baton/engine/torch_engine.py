@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from baton.core.pages import Pages
+from baton.core.step_times import Rehearsed
 from baton.engine.attention import ArenaView, AttentionStep, attending
 from baton.engine.compiled_attention import CompiledAttention
 from baton.engine.info import KERNELS
@@ -164,6 +165,6 @@ class TorchEngine:
         self.last_calls = dict(step.calls)
         return found
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> Rehearsed:
         """Run one prompt chunk and one decode step in memory of its own."""
-        rehearse(self)
+        return rehearse(self)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from baton.core.pages import Pages
 from baton.core.sampling import SamplingParams
+from baton.core.step_times import Rehearsed
 from baton.wire.fields import TokenLogprob
 
 TokenIds = NDArray[np.int32]
@@ -236,6 +237,7 @@ class Engine(Protocol):
         """
         ...
 
-    def warm_up(self) -> None:
-        """Run what the first request would otherwise pay for (allocations, kernel choice)."""
+    def warm_up(self) -> Rehearsed:
+        """Run what the first request would otherwise pay for (allocations, kernel choice). Return
+        what the steps took that were run for it."""
         ...

@@ -17,14 +17,15 @@ import struct
 SHORT_NS = 100_000
 
 _SET, _GET = {"x86_64": (314, 315), "aarch64": (274, 275)}.get(platform.machine(), (0, 0))
+_RESET_ON_FORK = 1
 #: ``struct sched_attr`` (see sched_setattr(2)): size, policy, flags, nice, priority, runtime,
 #: deadline, period.
 _ATTR = struct.Struct("=IIQiIQQQ")
 
 
-def wake_first() -> bool:
-    """Give the calling thread, and all that it starts from now on, a short slice; return whether
-    the kernel took it."""
+def wake_first(*, alone: bool = False) -> bool:
+    """Give the calling thread, and all that it starts from now on unless it is to be ``alone``, a
+    short slice; return whether the kernel took it."""
     if not _SET:
         return False
     libc = ctypes.CDLL(None)
@@ -32,6 +33,7 @@ def wake_first() -> bool:
     if libc.syscall(_GET, 0, known, _ATTR.size, 0) != 0:
         return False
     size, policy, flags, nice, priority, _, deadline, period = _ATTR.unpack(known.raw)
+    flags |= _RESET_ON_FORK if alone else 0
     wanted = _ATTR.pack(size, policy, flags, nice, priority, SHORT_NS, deadline, period)
     done: int = libc.syscall(_SET, 0, wanted, 0)
     return done == 0

@@ -7,12 +7,13 @@ mapped weights, allocations and what was looked up for the first step.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.channel.keeping import KeeperLink
 from baton.channel.on_device import OnDevice
 from baton.core.pages import Pages
+from baton.core.step_times import Rehearsed
 from baton.engine.build import build_device, build_engine
 from baton.engine.fake import FakeKnobs
 from baton.engine.info import ModelNotPrepared, ModelRefused
@@ -57,6 +58,8 @@ class Loaded:
 
     model: ServedModel
     engine: Engine
+    rehearsed: Rehearsed = ()
+    """What steps took when the engine was warmed up, with one thread."""
 
 
 def preload(config: Config, log: FilteringBoundLogger) -> Loaded | StartFailed:
@@ -74,8 +77,8 @@ def preload(config: Config, log: FilteringBoundLogger) -> Loaded | StartFailed:
         return StartFailed(str(error), permanent=True)
 
 
-def take_engine(context: Context) -> tuple[Engine, ServedModel]:
-    """Return the preloaded engine, computing with this process's threads, and its model.
+def take_engine(context: Context) -> Loaded:
+    """Return what was loaded: the engine computes with this process's threads from now on.
 
     Raises:
         StartFailed: the model is not prepared, or cannot run on its device.
@@ -87,7 +90,8 @@ def take_engine(context: Context) -> tuple[Engine, ServedModel]:
         loaded.engine.use_threads(context.placement.threads, _share_cores(context, loaded.model))
     except (DeviceMissing, ModelRefused) as error:
         raise StartFailed(str(error), permanent=True) from None
-    return loaded.engine, loaded.model
+    # What one thread took says little of several.
+    return loaded if context.placement.threads == 1 else replace(loaded, rehearsed=())
 
 
 def blocks_place(context: Context, model: ServedModel) -> OnDevice | None:
@@ -167,7 +171,7 @@ def _load(config: Config, model: ServedModel, log: FilteringBoundLogger) -> Load
         ),
         stops=FileStopPoints(Path(fake.stops_dir)) if fake.stops_dir else None,
     )
-    engine.warm_up()
+    rehearsed = engine.warm_up()
     log.info(
         "engine_loaded",
         kind=config.engine.kind,
@@ -178,4 +182,4 @@ def _load(config: Config, model: ServedModel, log: FilteringBoundLogger) -> Load
         huge_share=share_of(engine.weight_pages),
         seconds=round(clock.now() - began, 3),
     )
-    return Loaded(model, engine)
+    return Loaded(model, engine, rehearsed)

@@ -27,6 +27,7 @@ from baton.bench.load.live import live
 from baton.bench.load.results import Conditions, Cost, ResultError, Run, Slo
 from baton.bench.load.server import Metrics, ServerInfo, identify, kinds, server_figures, workers_in
 from baton.bench.load.workload import Workload, WorkloadPlan
+from baton.runtime.slices import wake_first
 
 #: Tries to hear of every worker at an edge of the window.
 SCRAPES_MAX = 3
@@ -77,12 +78,14 @@ class Done:
 
 
 def run_blocking(plan: RunPlan) -> Done:
-    """Run it in a loop of its own.
+    """Run it in a loop of its own, which goes before whoever computes on its core: how late a token
+    was heard of is not to be a matter of what else this machine does.
 
     Raises:
         ResultError: a condition that no server tells is missing.
         ServerError: nobody answers as an OpenAI-compatible server.
     """
+    wake_first(alone=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run(plan))
 
