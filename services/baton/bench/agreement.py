@@ -3,7 +3,7 @@
 Decides the method. Both put the same closed loop on the same running cluster, in turn, round after
 round, another one first each time; prompts are random and never the same twice. Figures are the
 medians of the rounds. Both count from the first sending to the last answer's end, and both take an
-ITL between two events of a stream.
+ITL between two events of a stream. Both go before who computes on their core.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from baton.bench.load.workload import WorkloadPlan
 from baton.runtime.config import load
 from baton.runtime.dirs import cache_dir
 from baton.runtime.model import model_folder
+from baton.runtime.slices import wake_first
 
 #: Of both figures of a row, so far apart they may be.
 BOUNDS = {"requests/s": 0.03, "output tokens/s": 0.03, "TTFT": 0.05, "ITL": 0.05}
@@ -153,6 +154,7 @@ def _vllm(cluster: BenchCluster, wanted: Load, salt: int, program: Path) -> dict
                 text=True,
                 check=False,
                 timeout=PATIENCE_S,
+                preexec_fn=wake_first,
             )
         except subprocess.TimeoutExpired as error:
             raise BenchError(f"vllm bench serve took more than {PATIENCE_S:g} s") from error
