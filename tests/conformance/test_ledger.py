@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import pytest
 
@@ -29,6 +31,7 @@ from baton.ports.ledger import (
     PlaceRequest,
     ReleaseLease,
     RenewLease,
+    Reply,
     RetryRequest,
     Unavailable,
 )
@@ -407,29 +410,36 @@ def test_who_has_a_higher_turn_than_the_record_may_end_it(bench: LedgerBench) ->
 
 def test_requests_of_the_lost_are_found_and_ended(bench: LedgerBench) -> None:
     """(104) Whoever sweeps is told which requests have an owner without a lease, and only workers
-    with one; where neither gateway nor router has one it may end them, and nobody else's."""
+    with one, and for how long its client may come back; where neither gateway nor router has one
+    it may end them, and nobody else's."""
     acquire(bench, ROUTER, GATEWAY, ROUTER_2, DECODE)
-    for name, router in (("r1", ROUTER), ("r2", ROUTER_2)):
-        bench.ask(AdmitRequest(spec(name), router))
+    for name, router, resume_ms in (("r1", ROUTER, 0), ("r2", ROUTER_2, 9_000)):
+        bench.ask(AdmitRequest(spec(name, resume_ms=resume_ms), router))
         bench.ask(PlaceRequest(name, 1, router, DECODE, None))
     sweep = FindOrphans(ROUTER_2, TTL, 10, (DECODE,))
-    assert bench.ask(sweep) == Orphans(())
+    assert bench.ask(sweep) == Orphans({})
     keep_alive = [RenewLease(peer, TTL) for peer in (ROUTER_2, DECODE)]
     for _ in range(60):
         bench.pass_time(TTL / 1000 / 20)
         for op in keep_alive:
             bench.ask(op)
-        found = bench.ask(sweep)
-        if found == Orphans(("r1", "r2")):
+        found = windows_of(bench.ask(sweep))
+        if len(found) == 2:
             break
-    assert found == Orphans(("r1", "r2"))
-    assert bench.ask(FindOrphans(ROUTER_2, TTL, 1, (DECODE,))) == Orphans(("r1",))
-    assert bench.ask(FindOrphans(ROUTER_2, TTL, 10)) == Orphans(())
+    assert list(found) == ["r1", "r2"] and found["r1"] == 0 < found["r2"] <= 9_000
+    assert bench.ask(FindOrphans(ROUTER_2, TTL, 1, (DECODE,))) == Orphans({"r1": 0})
+    assert bench.ask(FindOrphans(ROUTER_2, TTL, 10)) == Orphans({})
     stranger = Peer("router-9", 9)
     assert bench.ask(EndRequest("r2", 1, CANCELLED, stranger)) == Conflict(1, S.PLACED)
     assert bench.ask(EndRequest("r1", 0, CANCELLED, stranger)) == Conflict(1, S.PLACED)
     assert bench.ask(EndRequest("r1", 1, CANCELLED, stranger)) == Done(1, S.CANCELLED, 1)
-    assert bench.ask(sweep) == Orphans(("r2",))
+    assert list(windows_of(bench.ask(sweep))) == ["r2"]
+
+
+def windows_of(reply: Reply | Unavailable) -> Mapping[str, int]:
+    """Return the orphans, and for how long each may still be asked for."""
+    assert isinstance(reply, Orphans)
+    return reply.windows_ms
 
 
 def test_whoever_says_goodbye_leaves_orphans_as_the_dead_do(bench: LedgerBench) -> None:
@@ -437,25 +447,50 @@ def test_whoever_says_goodbye_leaves_orphans_as_the_dead_do(bench: LedgerBench) 
     the other one, gateway or router, is there."""
     acquire(bench, ROUTER, GATEWAY, ROUTER_2, DECODE)
     bench.pass_time(TTL / 1000)  # the rebuild; the sweep after such a gap prolongs all leases
-    for name in ("r1", "r2"):
-        bench.ask(AdmitRequest(spec(name), ROUTER))
+    bench.ask(AdmitRequest(spec("r1"), ROUTER))
+    bench.ask(AdoptRequest(spec("r2", resume_ms=9_000), ROUTER, 1, 1))
     bench.ask(PlaceRequest("r1", 1, ROUTER, DECODE, PREFILL))
     sweep = FindOrphans(ROUTER_2, TTL, 10, (DECODE,))
     own = FindOrphans(ROUTER, TTL, 10, (DECODE,))
     bench.ask(ReleaseLease(DECODE))
-    assert bench.ask(sweep) == bench.ask(own) == Orphans(())
+    assert bench.ask(sweep) == bench.ask(own) == Orphans({})
     bench.ask(ReleaseLease(GATEWAY))
-    assert bench.ask(sweep) == Orphans(())
-    assert bench.ask(own) == Orphans(("r1", "r2"))
+    assert bench.ask(sweep) == Orphans({})
+    assert list(windows_of(bench.ask(own))) == ["r1", "r2"]
     bench.ask(ReleaseLease(ROUTER))
-    assert bench.ask(sweep) == Orphans(("r1", "r2"))
+    assert list(windows_of(bench.ask(sweep))) == ["r1", "r2"]
+
+
+def test_a_window_is_counted_from_the_loss_of_the_gateway(bench: LedgerBench) -> None:
+    """Whoever loses the request later, and whoever finds it first; and anew once it was back."""
+    acquire(bench, ROUTER, GATEWAY, ROUTER_2, DECODE)
+    bench.pass_time(TTL / 1000)
+    bench.ask(AdmitRequest(spec("r1", resume_ms=9_000), ROUTER))
+    # In short pauses: after a long one the ledger takes itself for what was away.
+    keep = [RenewLease(peer, TTL) for peer in (ROUTER_2, DECODE)]
+
+    def after(seconds: float) -> int:
+        for _ in range(round(seconds / (TTL / 4000))):
+            bench.pass_time(TTL / 4000)
+            for op in keep:
+                bench.ask(op)
+        bench.ask(ReleaseLease(ROUTER))
+        return windows_of(bench.ask(FindOrphans(ROUTER_2, TTL, 10, (DECODE,))))["r1"]
+
+    bench.ask(ReleaseLease(GATEWAY))
+    first = after(TTL / 2000)
+    assert 0 < first <= 9_000 - TTL / 2
+    assert after(TTL / 1000) <= first - TTL
+    acquire(bench, GATEWAY)
+    bench.ask(ReleaseLease(GATEWAY))
+    assert after(0.0) > first
 
 
 def test_nobody_is_an_orphan_while_the_ledger_is_in_rebuild(bench: LedgerBench) -> None:
     """Who has not registered again yet is not lost."""
     acquire(bench, ROUTER)
     bench.ask(AdoptRequest(spec(), ROUTER_2, 2, 1))
-    assert bench.ask(FindOrphans(ROUTER, TTL, 10)) == Orphans(())
+    assert bench.ask(FindOrphans(ROUTER, TTL, 10)) == Orphans({})
 
 
 def test_a_process_is_told_what_live_records_name_it(bench: LedgerBench) -> None:

@@ -529,11 +529,7 @@ class Cluster:
         ended = self.clock.run_while(lambda: bool(self.clients.open()), 90.0)
         names = [answer.spec.request_id for answer in self.clients.open()]
         assert ended, f"no outcome in bounded time for {names}"
-        # A router that drains at this moment may take what a drain may take, and no other case may.
-        routers = [p for p in self.processes.values() if p.role is Role.ROUTER and p.alive]
-        drains = any(p.machine.state.draining for p in routers)
-        drain_s = self.limits.drain_ms / 1000 if drains else 0.0
-        ready = self.clock.run_while(self._unready, 15.0 + drain_s)
+        ready = self.clock.run_while(self._unready, 15.0)
         assert ready, f"not ready again: {[g.machine.unready() for g in self.gateways()]}"
         self.clients.judge()
         self.clock.run_for(5.0)

@@ -116,10 +116,31 @@ def test_nobody_computes_for_what_was_ended_as_nobodys() -> None:
     cluster.processes[record.router.worker_id].kill()
     cluster.clients.gateway_dies(cluster.processes["gateway-1"])
     cluster.processes["gateway-1"].kill()
-    assert cluster.clock.run_while(lambda: record.outcome is None, 12.0)
+    assert cluster.clock.run_while(lambda: record.outcome is None, WINDOW_S + 12.0)
     cluster.clock.run_for(0.5)
     decodes = [cluster.processes[name].machine.state for name in ("decode-0", "decode-1")]
     assert not any(state.sequences for state in decodes)
+    cluster.settle()
+
+
+def test_who_comes_back_late_finds_its_answer_although_gateway_and_router_died() -> None:
+    """Its window is its window: longer than anybody else waits for the dead."""
+    cluster = Cluster(1, CALM)
+    cluster.start()
+    answer = asked(cluster, tokens=60, resumable=True)
+    answer.abandoned = True  # until it comes back below
+    record = cluster.ledger.model.records[answer.spec.request_id]
+    cluster.processes[record.router.worker_id].kill()
+    cluster.clients.gateway_dies(cluster.processes["gateway-1"])
+    cluster.processes["gateway-1"].kill()
+    oracles.Nobodys(cluster).look()
+    cluster.clock.run_for(0.8 * WINDOW_S)
+    record = cluster.ledger.model.records[answer.spec.request_id]
+    assert record.outcome is None
+    answer.abandoned = False
+    cluster.clients.comebacks.come_back(answer)
+    assert cluster.clock.run_while(lambda: answer.outcome is None, 30.0)
+    assert answer.outcome is not None and answer.outcome.ending is Ending.COMPLETED
     cluster.settle()
 
 

@@ -43,10 +43,12 @@ def member(peer: Peer) -> Member:
     return Member(peer, Role(peer.worker_id.split("-")[0]), f"ipc://{peer.worker_id}", 1, "boot")
 
 
-def spec(request_id: str = "r1", *, deadline_ms: int = 600_000) -> RequestSpec:
+def spec(request_id: str = "r1", *, deadline_ms: int = 600_000, resume_ms: int = 0) -> RequestSpec:
     # Every value of a byte, in 256 ids below 2**31.
     prompt = b"".join(bytes((byte, 255 - byte, 10, 0)) for byte in range(256))
-    return RequestSpec(request_id, GATEWAY, prompt, SamplingParams(seed=1), 16, deadline_ms)
+    return RequestSpec(
+        request_id, GATEWAY, prompt, SamplingParams(seed=1), 16, deadline_ms, resume_ms=resume_ms
+    )
 
 
 class LedgerBench(Protocol):

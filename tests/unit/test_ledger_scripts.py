@@ -117,7 +117,7 @@ def test_a_pool_that_would_break_the_hash_tag_is_refused(pool: str) -> None:
             [b"adopted", 3, b"placed", 2, 1, b"decode-0/7", b""],
             Adopted(3, S.PLACED, 2, 1, Peer("decode-0", 7), None),
         ),
-        ([b"orphans", b"r1", b"r2"], Orphans(("r1", "r2"))),
+        ([b"orphans", b"r1", b"0", b"r2", b"60000"], Orphans({"r1": 0, "r2": 60_000})),
         ([b"owned", b"r1", b"r2"], Owned(("r1", "r2"))),
         ([b"conflict"], Conflict(0, None)),
         ([b"conflict", 3, b"decoding", b"", 2], Conflict(3, S.DECODING, turn=2)),

@@ -92,6 +92,18 @@ def test_a_draining_router_sees_through_what_it_has_whoever_reads_it() -> None:
     play.hear(G2, RequestEnded("r", 1, CANCELLED), *cancels(D, P), Exit(0, "drained"))
 
 
+def test_a_draining_router_waits_for_no_client_that_is_away() -> None:
+    """It runs, and has its window at whatever gateway and router: its own need not stay."""
+    play = placed()
+    play.feed(DrainRequested())
+    assert not play.machine.exited
+    play.lose(G, Exit(0, "drained"), gone=True)
+    play = placed()
+    play.lose(G, gone=True)
+    assert not play.machine.exited
+    play.feed(DrainRequested(), Exit(0, "drained"))
+
+
 def test_what_its_former_gateway_holds_counts_no_more() -> None:
     """Both were asked for the same epoch: its client reads at the new one, which may hold less."""
     play = placed()

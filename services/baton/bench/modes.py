@@ -73,9 +73,13 @@ class Effort:
     vllm_chunks: tuple[int, ...] = VLLM_CHUNKS
 
 
-EFFORT = Effort()
-#: A look whether it works.
-QUICK = Effort((1.5, 3.0), (64, 512), 2, 1.0, 5.0, 3.0, 3.0, (0, 64))
+#: By the options that ask for less than all of it. ``short``: fewer points, each as good: a quarter
+#: of an hour a load. ``quick``: a look whether it works.
+EFFORTS = {
+    "full": Effort(),
+    "short": Effort((1.2, 2.0, 5.0), (32, 128, 512), 2, 4.0, 40.0, 10.0, 10.0, (0, 64)),
+    "quick": Effort((1.5, 3.0), (64, 512), 2, 1.0, 5.0, 3.0, 3.0, (0, 64)),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,8 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     bad = 0
     with term_interrupts(), tempfile.TemporaryDirectory(prefix="modes-") as scratch:
-        effort = QUICK if options.quick else EFFORT
-        foreign = vllm_columns(Path(scratch), effort.vllm_chunks)
+        foreign = vllm_columns(Path(scratch), EFFORTS[options.effort].vllm_chunks)
         # One repeat of every load before the next one: a part of the time is a part of each.
         for repeats in range(1, options.repeats + 1):
             for name in options.load or LOADS:
@@ -111,7 +114,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="of everything but tuning (3)")
     parser.add_argument("--slices", type=Path, default=SLICES, help="where each run is kept")
     parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="where results go")
-    parser.add_argument("--quick", action="store_true", help="a look, not a result worth keeping")
+    for name, words in (
+        ("quick", "a look, not a result worth keeping"),
+        ("short", "two rates, three bounds, three chunk sizes"),
+    ):
+        parser.add_argument(
+            f"--{name}", dest="effort", action="store_const", const=name, default="full", help=words
+        )
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.load if name not in LOADS]:
         parser.error(f"unknown load {unknown[0]!r}: allowed are {', '.join(LOADS)}")
@@ -126,7 +135,7 @@ def _plan(
     repeats: int,
     minutes: float,
 ) -> ModesPlan:
-    load, effort = LOADS[name], QUICK if options.quick else EFFORT
+    load, effort = LOADS[name], EFFORTS[options.effort]
     fake = config.load(config.config_path(None, os.environ), os.environ).engine.kind == "fake"
     return ModesPlan(
         run=RunPlan(
@@ -160,7 +169,7 @@ def _plan(
         undisturbed_s=effort.undisturbed_s,
         tune_s=effort.tune_s,
         foreign=foreign,
-        slices=options.slices / f"{name}{'-quick' if options.quick else ''}",
+        slices=options.slices / f"{name}-{options.effort}",
         minutes=minutes,
     )
 

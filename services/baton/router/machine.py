@@ -128,7 +128,7 @@ class RouterMachine:
             self.tick_at = None
         elif self.tick_at is None:
             self.tick_at = now + TICK_S
-        if self.state.draining and not self.state.entries:
+        if self.state.draining and all(map(_may_be_left, self.state.entries.values())):
             self._exit_drained()
         return self.state.commands
 
@@ -466,3 +466,11 @@ class RouterMachine:
                 for request_id, entry in self.state.entries.items()
             )
         )
+
+
+def _may_be_left(entry: Entry) -> bool:
+    """Return whether nobody needs this router for a request: it runs, or waits for its gateway, and
+    its client is away and comes back at another one, which gives it to another router. If nobody
+    comes, another router's :class:`OrphanSweep` ends it."""
+    away = entry.gateway_lost_at is not None and entry.spec.resume_ms > 0
+    return away and entry.phase in (Phase.PLACED, Phase.FENCING, Phase.CLOSING)

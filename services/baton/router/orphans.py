@@ -4,11 +4,14 @@ Their gateway and their router are both gone, however they went; or their gatewa
 their router and does not know them (the ledger has again what had ended). Decides when the ledger
 is looked through and how long somebody who has lost his lease may still come back. A gateway that
 lives gives its requests to another router or ends what it does not know, and a router that lives
-ends what its gateway left: what is ended here would otherwise be nobody's until its deadline. What
+ends what its gateway left: what is ended here would otherwise be nobody's until its deadline. A
+client that may come back has its whole window for it, whoever is gone. What
 this router has for a gateway that lives is not over, whatever its record says: that is made right.
 """
 
 from __future__ import annotations
+
+from itertools import islice
 
 from baton.core.lifecycles import LeaseState
 from baton.core.outcomes import Ending, Outcome, Reason
@@ -30,15 +33,15 @@ class OrphanSweep:
         self.state = state
         self.attempts = attempts
         self.next_at: float | None = None
-        self._since: dict[str, float] = {}
-        """When each request was found first; only those found again and again are kept."""
+        self._until: dict[str, float] = {}
+        """When each request is ended; only those found again and again are kept."""
 
     def time_passed(self, now: float) -> None:
         """Look again if it is time."""
         limits = self.state.limits
         if self.state.lease is not LeaseState.HELD:
             self.next_at = None
-            self._since.clear()  # while the ledger is away nobody can be lost
+            self._until.clear()  # while the ledger is away nobody can be lost
         elif self.next_at is None:
             self.next_at = now + limits.lease_ttl_ms / 1000
         elif now >= self.next_at:
@@ -53,20 +56,20 @@ class OrphanSweep:
         if not isinstance(reply, Orphans):
             return
         limits, entries = self.state.limits, self.state.entries
-        for request_id in entries.keys() & set(reply.request_ids):
+        for request_id in entries.keys() & reply.windows_ms.keys():
             if entries[request_id].gateway_lost_at is None:
                 # A ledger that lost that it was moved: others would end it as we end theirs.
                 self.attempts.restore_what_stands(entries[request_id])
-        self._since = {
-            request_id: self._since.get(request_id, now)
-            for request_id in reply.request_ids[:FOUND_MAX]
-            if request_id not in entries
-        }
         # A lease, its loss and two looks apart, the whole takes no longer than any other recovery.
         # Nobody has seen to it for all that time: a gateway that comes back has it for itself.
         patience_ms = limits.recovery_ms - 2 * limits.lease_ttl_ms
-        for request_id, since in self._since.items():
-            if (now - since) * 1000 >= patience_ms:
+        self._until = {
+            request_id: self._until.get(request_id, now + (patience_ms + window_ms) / 1000)
+            for request_id, window_ms in islice(reply.windows_ms.items(), FOUND_MAX)
+            if request_id not in entries
+        }
+        for request_id, until in self._until.items():
+            if now >= until:
                 # At no epoch: the answer says at which it stands, if its owners are lost.
                 self._end(request_id, 0, 0)
 
@@ -74,7 +77,7 @@ class OrphanSweep:
         """The ledger says whether it is over, or at which epoch it stands."""
         if op.outcome != OUTCOME or op.request_id in self.state.entries:
             return
-        found = op.request_id in self._since
+        found = op.request_id in self._until
         if isinstance(reply, Conflict):
             live = reply.state is not None and reply.outcome is None
             if live and reply.epoch < op.epoch:
@@ -83,7 +86,7 @@ class OrphanSweep:
             elif live and found and reply.epoch > op.epoch:
                 self._end(op.request_id, reply.epoch, reply.turn)
         elif found and not isinstance(reply, Unavailable):
-            del self._since[op.request_id]
+            del self._until[op.request_id]
             self.state.measure("orphans_ended_total")
             fields = {"request_id": op.request_id, "epoch": op.epoch}
             self.state.emit(Note("orphan_ended", fields, "warning"))
@@ -94,7 +97,7 @@ class OrphanSweep:
 
     def check(self) -> None:
         """Assert the bound."""
-        assert len(self._since) <= FOUND_MAX
+        assert len(self._until) <= FOUND_MAX
 
     def _end(self, request_id: str, epoch: int, turn: int) -> None:
         """``turn`` is the record's own: it gives no right to end it, and the workers obey it; one

@@ -10,6 +10,7 @@ key                   type   holds
 ``…:meta``            hash   ``id`` random, made by whoever finds none; ``rebuild_until`` and
                              ``swept_at``: times
 ``…:leases``          zset   ``<peer>`` scored by the lease's deadline (never a key TTL)
+``…:gone``            zset   ``<peer>`` scored by when its lease ended. Forgotten after an hour
 ``…:members``         hash   ``<peer>`` -> the Member as it announced itself (msgpack)
 ``…:seat:<worker>``   string newest incarnation, then the ones it replaced, newest first. Lives an
                              hour longer than the last lease of that name
@@ -27,7 +28,7 @@ key                   type   holds
 
 Fields of a request: ``state``, ``epoch``, ``attempts``, ``failures``; the peers ``router`` (with
 its ``turn``), ``gateway``, ``decode``, ``prefill`` ("" where nobody); ``spec`` (RequestSpec,
-msgpack); ``expires_at``;
+msgpack) and its ``resume_ms``; ``expires_at``;
 ``op:<op id>`` -> state and attempts that op was answered with, of the current epoch only (a retry
 drops the old ones and keeps its own); ``outcome`` (msgpack) and ``ended_by`` once terminal.
 
@@ -54,13 +55,15 @@ class Keys:
         self.leases = f"{self._prefix}:leases"
         self.members = f"{self._prefix}:members"
         self.owners = f"{self._prefix}:owners"
+        self.gone = f"{self._prefix}:gone"
         self.leaving = f"{self._prefix}:leaving"
+        self.requests = f"{self._prefix}:request:"
 
     def seat(self, worker_id: str) -> str:
         return f"{self._prefix}:seat:{worker_id}"
 
     def request(self, request_id: str) -> str:
-        return f"{self._prefix}:request:{request_id}"
+        return f"{self.requests}{request_id}"
 
     def resumable(self, resumable_id: str) -> str:
         return f"{self._prefix}:resumable:{resumable_id}"

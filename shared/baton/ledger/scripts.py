@@ -143,20 +143,22 @@ class Scribe:
             case ReleaseLease(peer=peer):
                 return self._lease(peer, self._limits.lease_ttl_ms, (peer.incarnation,))
             case FindOrphans(peer=peer, ttl_ms=ttl_ms, count_max=count_max):
-                return self._lease(peer, ttl_ms, (count_max, *map(str, op.workers)))
+                own = (count_max, self.keys.requests, *map(str, op.workers))
+                return self._lease(peer, ttl_ms, own)
             case FindOwned(peer=peer, count_max=count_max):
                 return (self.keys.owners,), (str(peer), count_max)
             case LeaveRole(peer=peer, others=others):
                 own = (str(peer), op.hold_ms, op.settle_ms, LEAVING_TTL_MS)
                 return (self.keys.leases, self.keys.leaving), (*own, *map(str, others))
             case AdmitRequest(spec=spec, router=router):
-                own = (str(router), str(spec.gateway), _encode(spec), self._backstop_ms(spec))
+                own = (str(router), str(spec.gateway), _encode(spec), spec.resume_ms)
+                own = (*own, self._backstop_ms(spec))
                 return self._request(op, spec.request_id, 1, "", own)
             case AdoptRequest(spec=spec, router=router, turn=turn):
                 placed = op.decode is not None
                 workers = (str(op.decode or ""), str(op.prefill or "") if placed else "")
-                own = (str(router), turn, str(spec.gateway), _encode(spec), *workers)
-                own = (*own, self._backstop_ms(spec))
+                own = (str(router), turn, str(spec.gateway), _encode(spec), spec.resume_ms)
+                own = (*own, *workers, self._backstop_ms(spec))
                 return self._request(op, spec.request_id, op.epoch, "", own)
             case PlaceRequest(router=router, decode=decode, prefill=prefill):
                 own = (str(router), str(decode), str(prefill or ""))
@@ -201,7 +203,7 @@ class Scribe:
     ) -> tuple[Sequence[Word], Sequence[Word]]:
         keys = self.keys
         names = (keys.meta, keys.leases, keys.members, keys.seat(peer.worker_id), keys.owners)
-        return names, (str(peer), ttl_ms, secrets.token_hex(8), SEAT_TTL_MS, *own)
+        return (*names, keys.gone), (str(peer), ttl_ms, secrets.token_hex(8), SEAT_TTL_MS, *own)
 
     def _request(
         self, op: RequestOp, request_id: str, epoch: int, op_id: str, own: Sequence[Word]
@@ -258,7 +260,8 @@ def _read(reply: RespReply) -> Reply:
             workers = _peer(decode), _peer(prefill)
             return Adopted(epoch, RequestState(_text(state)), attempts, failures, *workers)
         case [b"orphans", *found]:
-            return Orphans(tuple(_text(each) for each in found))
+            windows = zip(found[::2], found[1::2], strict=True)
+            return Orphans({_text(name): int(_text(window)) for name, window in windows})
         case [b"owned", *found]:
             return Owned(tuple(_text(each) for each in found))
         case [b"leaving", int(granted), by]:

@@ -16,7 +16,7 @@ Rules every adapter keeps (ADR 0004):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, assert_never
@@ -347,7 +347,8 @@ class LeaseLost:
 class Orphans:
     """Live requests that nobody sees to but whoever asked, if he does."""
 
-    request_ids: tuple[str, ...]
+    windows_ms: Mapping[str, int]
+    """By request id: for how long from now on its client may come back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,8 @@ class LedgerModel:
         self.swept_at = 0
         self.leases: dict[Peer, int] = {}
         self.members: dict[Peer, Member] = {}
+        self.gone: dict[Peer, int] = {}
+        """When a lease ended."""
         self.seats: dict[str, list[int]] = {}
         """Incarnations of a worker_id, newest first."""
         self.records: dict[str, Record] = {}
@@ -162,7 +164,7 @@ class LedgerModel:
     def _orphans(self, op: FindOrphans, now: int) -> Reply:
         self._sweep(now, op.ttl_ms, self._open(now, op.ttl_ms))
         if now < self.rebuild_until:
-            return Orphans(())
+            return Orphans({})
         entries = sorted(
             (record.expires_at, f"{peer} {request_id}", request_id)
             for request_id, record in self.records.items()
@@ -172,7 +174,12 @@ class LedgerModel:
         found = dict.fromkeys(request_id for _, _, request_id in entries)
         seeing = self.leases.keys() - {op.peer, *op.workers}
         nobodys = [each for each in found if not self.records[each].owners & seeing]
-        return Orphans(tuple(nobodys[: op.count_max]))
+        named = nobodys[: op.count_max]
+        return Orphans({each: self._window_ms(self.records[each].spec, now) for each in named})
+
+    def _window_ms(self, spec: RequestSpec, now: int) -> int:
+        away_ms = max(0, now - self.gone.get(spec.gateway, now))
+        return max(0, spec.resume_ms - away_ms)
 
     def _owned(self, op: FindOwned) -> Reply:
         found = sorted(
@@ -199,11 +206,12 @@ class LedgerModel:
         opened = self._open(now, ttl)
         match op:
             case AcquireLease(member=member):
-                if not self._take_seat(member.peer):
+                if not self._take_seat(member.peer, now):
                     self._sweep(now, ttl, opened)
                     return LeaseLost(self.ledger_id)
                 self.leases[member.peer] = now + ttl
                 self.members[member.peer] = member
+                self.gone.pop(member.peer, None)
                 return self._held(self._sweep(now, ttl, opened), now)
             case RenewLease(peer=peer):
                 if peer not in self.leases:
@@ -212,26 +220,27 @@ class LedgerModel:
                 self.leases[peer] = now + ttl
                 return self._held(self._sweep(now, ttl, opened), now)
             case ReleaseLease(peer=peer):
-                self._drop(peer)
+                self._drop(peer, now)
                 if self.seats.get(peer.worker_id) == [peer.incarnation]:
                     del self.seats[peer.worker_id]
                 return LeaseLost(self.ledger_id)
             case _:
                 assert_never(op)
 
-    def _take_seat(self, peer: Peer) -> bool:
+    def _take_seat(self, peer: Peer, now: int) -> bool:
         seated = self.seats.setdefault(peer.worker_id, [])
         if peer.incarnation in seated[1:]:
             return False
         if seated[:1] != [peer.incarnation]:
             if seated:
-                self._drop(Peer(peer.worker_id, seated[0]))
+                self._drop(Peer(peer.worker_id, seated[0]), now)
             seated.insert(0, peer.incarnation)
             del seated[8:]
         return True
 
-    def _drop(self, peer: Peer) -> None:
-        self.leases.pop(peer, None)
+    def _drop(self, peer: Peer, now: int) -> None:
+        if self.leases.pop(peer, None) is not None:
+            self.gone[peer] = now
         self.members.pop(peer, None)
 
     def _sweep(self, now: int, ttl: int, opened: bool) -> tuple[Peer, ...]:
@@ -246,7 +255,7 @@ class LedgerModel:
             return ()
         lost = tuple(sorted(p for p, deadline in self.leases.items() if deadline <= now))
         for peer in lost:
-            self._drop(peer)
+            self._drop(peer, now)
         return lost
 
     def _held(self, lost: tuple[Peer, ...], now: int) -> LeaseHeld:

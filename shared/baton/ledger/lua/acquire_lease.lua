@@ -18,9 +18,7 @@ end
 
 if seated[1] ~= incarnation then
   if seated[1] then
-    local replaced = worker_id .. '/' .. seated[1]
-    redis.call('ZREM', leases, replaced)
-    redis.call('HDEL', members, replaced)
+    leave(worker_id .. '/' .. seated[1])
   end
   table.insert(seated, 1, incarnation)
   while #seated > seats_max do
@@ -32,4 +30,5 @@ end
 -- Before the sweep: the caller is here, so its old deadline no longer says anything.
 redis.call('ZADD', leases, now + ttl, peer)
 redis.call('HSET', members, peer, member)
+redis.call('ZREM', gone, peer)
 return held(sweep())

@@ -6,6 +6,7 @@
 -- KEYS[3] members  hash  peer -> Member bytes
 -- KEYS[4] seat     string of the caller's worker_id: its incarnations, newest first
 -- KEYS[5] owners   zset  "peer request" -> time when the request's record expires
+-- KEYS[6] gone     zset  peer -> when its lease ended; forgotten after seat_ttl_ms
 --
 -- ARGV[1] peer of the caller, ARGV[2] ttl_ms, ARGV[3] a fresh random id, ARGV[4] seat_ttl_ms
 --
@@ -13,6 +14,7 @@
 --        Member bytes ...
 
 local meta, leases, members, seat, owners = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local gone = KEYS[6]
 local peer, ttl, fresh_id, seat_ttl = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 
 local time = redis.call('TIME')
@@ -48,6 +50,13 @@ local function prolong_all()
   end
 end
 
+local function leave(one)
+  if redis.call('ZREM', leases, one) == 1 then
+    redis.call('ZADD', gone, now, one)
+  end
+  redis.call('HDEL', members, one)
+end
+
 -- Removes expired leases from the registry and returns their peers. Their requests stay: routers
 -- find them through `owners`. Entries of records that expired by themselves go here.
 local function sweep()
@@ -56,13 +65,13 @@ local function sweep()
   end
   redis.call('HSET', meta, 'swept_at', now)
   redis.call('ZREMRANGEBYSCORE', owners, '-inf', now)
+  redis.call('ZREMRANGEBYSCORE', gone, '-inf', now - seat_ttl)
   if now < rebuild_until then
     return {}
   end
   local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
-  for _, gone in ipairs(expired) do
-    redis.call('ZREM', leases, gone)
-    redis.call('HDEL', members, gone)
+  for _, each in ipairs(expired) do
+    leave(each)
   end
   return expired
 end
@@ -73,8 +82,8 @@ end
 
 local function held(expired)
   local reply = {'held', id, now < rebuild_until and 1 or 0, #expired}
-  for _, gone in ipairs(expired) do
-    reply[#reply + 1] = gone
+  for _, each in ipairs(expired) do
+    reply[#reply + 1] = each
   end
   for _, member in ipairs(redis.call('HVALS', members)) do
     reply[#reply + 1] = member

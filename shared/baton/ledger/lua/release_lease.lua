@@ -2,8 +2,7 @@
 -- incarnations: they must not come back.
 -- ARGV[5] incarnation
 
-redis.call('ZREM', leases, peer)
-redis.call('HDEL', members, peer)
+leave(peer)
 if redis.call('GET', seat) == ARGV[5] then
   redis.call('DEL', seat)
 end
