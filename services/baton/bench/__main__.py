@@ -126,4 +126,7 @@ def _run(name: str, *, quick: bool, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

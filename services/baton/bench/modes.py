@@ -22,7 +22,7 @@ from baton.bench.foreign import VLLM_CHUNKS, vllm_columns
 from baton.bench.load.arrivals import Arrivals
 from baton.bench.load.asking import AskPlan
 from baton.bench.load.generator import LoadPlan
-from baton.bench.load.modes import CHUNKS, MULTIPLES, Foreign, ModesPlan, compare_modes
+from baton.bench.load.modes import BY_HAND, CHUNKS, MULTIPLES, Foreign, ModesPlan, compare_modes
 from baton.bench.load.page import write_page
 from baton.bench.load.report import markdown, sentences
 from baton.bench.load.results import Result, write
@@ -104,6 +104,8 @@ def main(arguments: Sequence[str]) -> int:
                 _write(options.out / f"modes_{name}", result)
                 if result.aborted:
                     bad += 1
+                if any(BY_HAND in note for note in result.notes):
+                    raise KeyboardInterrupt
     return 1 if bad else 0
 
 

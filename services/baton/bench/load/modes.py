@@ -36,6 +36,8 @@ from baton.runtime.settings import ClusterConfig
 
 MULTIPLES = (1.2, 1.5, 2.0, 3.0, 5.0)
 CHUNKS = (16, 32, 64, 128, 256, 512, 1_024, 2_048)
+#: Why not all was run.
+BY_HAND = "ended by hand"
 UNDISTURBED, UNDISTURBED_STREAMS = "undisturbed", 4
 #: A start, and what it takes until the last answers of a run are there, at a guess: for the budget.
 _START_S, _REST_S = 12.0, 6.0
@@ -122,6 +124,7 @@ def compare_modes(plan: ModesPlan) -> Result:
 
     Raises:
         BenchError: a cluster did not start, or nothing was measured.
+        KeyboardInterrupt: it was ended before there was anything to compare.
         ServerError: a foreign server does not answer.
         ResultError: a condition of a foreign server is missing, or the slices are others'.
     """
@@ -147,10 +150,12 @@ class _Comparison:
         try:
             self._all()
         except KeyboardInterrupt:
-            self._left = "ended by hand"
+            self._left = BY_HAND
         except _OutOfTime:
             self._left = f"{self._plan.minutes:g} minutes were over"
         done = [each for each in self._slices.all() if "repeat" in each.run.settings]
+        if (not self._slos or not done) and self._left == BY_HAND:
+            raise KeyboardInterrupt
         if not self._slos or not done:
             raise BenchError(f"nothing to compare yet: {self._left}")
         return self._result(done)
