@@ -48,6 +48,7 @@ class Share:
     """What one cluster does of a part."""
 
     part: Part
+    mode: str
     seed: int
     number: int
     of: int

@@ -35,12 +35,24 @@ class Part:
     clusters: int
     clients: int
     real: bool = False
+    modes: tuple[str, ...] = ("split",)
+    """Of its clusters, in turn."""
 
 
 PARTS = {
     part.name: part
     for part in (
-        Part("fake", "fake engine", _FAKE_ENGINE, FAKE, 870, 18, clusters=3, clients=5),
+        Part(
+            "fake",
+            "fake engine",
+            _FAKE_ENGINE,
+            FAKE,
+            870,
+            18,
+            clusters=3,
+            clients=5,
+            modes=("split", "adaptive"),
+        ),
         Part("real", "real model", _REAL_MODEL, REAL, 150, 16, clusters=1, clients=5, real=True),
         Part(
             "overlapping",
@@ -51,6 +63,7 @@ PARTS = {
             3,
             clusters=2,
             clients=5,
+            modes=("split", "adaptive"),
         ),
         Part(
             "kills",

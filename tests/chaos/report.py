@@ -177,12 +177,17 @@ def _conditions(run: Mapping[str, Any]) -> str:
     one = run["conditions"][0]
     rows = [f"- {key}: {one[key]}" for key in ("cpu", "cores", "kernel", "python", "packages")]
     # Clusters side by side have begun in the same minute.
-    together = {(each["time"][:16], each["commit"]): each for each in run["conditions"]}
+    together: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for each in run["conditions"]:
+        together.setdefault((each["time"][:16], each["commit"]), []).append(each)
     rows += [
-        f"- {each['time']}, commit {each['commit']}, {each['side_by_side']} clusters side by side, "
+        f"- {each['time']}, commit {each['commit']}, {each['side_by_side']} clusters side by side "
+        # Slices of an earlier tool were all of split clusters.
+        f"({', '.join(one.get('mode', 'split') for one in some)}), "
         f"left out: {', '.join(each['skipped']) or 'nothing'}, load average "
         f"{each['load_average_at_start'][0]:.1f} to {each['load_average_at_end'][0]:.1f}"
-        for each in together.values()
+        for some in together.values()
+        for each in some[:1]
     ]
     rows += [f"- not ready again in time: {words}" for words in run["never_ready"]]
     rows += [f"- left behind: {words}" for words in run["leaked"]]

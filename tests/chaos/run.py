@@ -60,6 +60,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--faults", type=int, help="of each part")
     parser.add_argument("--minutes", type=float, help="of each part, at most")
     parser.add_argument("--clusters", type=int, help="side by side, of each part")
+    parser.add_argument("--mode", help="of all clusters, in place of the parts' own")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=[], help="targets or actions: decode, kill")
     parser.add_argument("--skip", nargs="*", default=[], help="targets or actions to leave out")
@@ -85,6 +86,7 @@ def _part(part: Part, options: argparse.Namespace) -> int:
             *("--minutes", str(options.minutes or part.minutes), "--slices", str(options.slices)),
             *("--evidence", str(options.evidence / f"{part.name}-{options.seed}-{number}")),
             *("--only", *options.only, "--skip", *options.skip),
+            *("--mode", options.mode or part.modes[number % len(part.modes)]),
         ]
         children.append(subprocess.Popen(command, start_new_session=True))
     try:
@@ -102,6 +104,7 @@ def _one_share(options: argparse.Namespace) -> int:
     (name,) = options.part
     share = Share(
         part=PARTS[name],
+        mode=options.mode,
         seed=options.seed,
         number=number,
         of=of,
@@ -112,6 +115,7 @@ def _one_share(options: argparse.Namespace) -> int:
         evidence=options.evidence,
     )
     facts = conditions() | {"side_by_side": of, "skipped": options.skip, "only": options.only}
+    facts |= {"mode": options.mode}
     found = asyncio.run(_run(share))
     found["conditions"] = facts | {"load_average_at_end": os.getloadavg()}
     path = options.slices / f"{name}-{options.seed}-{number}.json"
@@ -126,7 +130,7 @@ async def _run(share: Share) -> dict[str, Any]:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     shutil.rmtree(share.evidence, ignore_errors=True)
-    async with place(share.part.settings) as there:
+    async with place(share.part.settings | {"BATON_CLUSTER_MODE": share.mode}) as there:
         bad = True
         try:
             found = await Run(there, share).run()

@@ -7,7 +7,21 @@ import random
 import msgspec
 import pytest
 
-from baton.core.step_times import CELLS, SharedStepTimes, Step, StepCurve, StepTimes, pairs_of
+from baton.core.slo import Slo
+from baton.core.step_times import (
+    CELLS,
+    ONE_OF,
+    RATIOS,
+    SPREAD_LEAST,
+    SPREAD_MOST,
+    SPREAD_UNKNOWN,
+    SharedStepTimes,
+    Step,
+    StepCurve,
+    StepTimes,
+    chunk_beside,
+    pairs_of,
+)
 
 
 def _learned(
@@ -229,3 +243,33 @@ def test_completed_curves_are_never_too_long_to_tell() -> None:
     for curve in (times.curve(), times.curve_borrowed()):
         curve.verify()
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(curve), type=StepCurve) == curve
+
+
+def test_how_much_longer_some_steps_take_is_told() -> None:
+    """One in a hundred of the last steps of a kind, whatever kind; unknown until there are some."""
+    chance, times = random.Random(5), StepTimes()
+    assert times.curve().spread == SPREAD_UNKNOWN
+    for number in range(400):
+        step = Step(chance.choice((1, 2, 40)), 0, 0)
+        usual = 0.01 + step.tokens / 1_000
+        times.learn(step, usual * (2.5 if number % 50 == 0 else chance.uniform(0.98, 1.02)))
+    assert times.curve().spread == pytest.approx(2.5, rel=0.1)
+    for _ in range(RATIOS):
+        times.learn(Step(2, 0, 0), 0.012)
+    assert times.curve().spread == SPREAD_LEAST
+    times.learn(Step(2, 0, 0), 60.0)
+    assert times.curve().spread == SPREAD_LEAST
+    for _ in range(RATIOS // ONE_OF):
+        times.learn(Step(2, 0, 0), 60.0)
+    assert times.curve().spread == SPREAD_MOST
+
+
+def test_chunks_are_shorter_where_some_steps_take_much_longer() -> None:
+    """What is planned leaves room for them."""
+    even = StepCurve((1, 64, 256), (5_000, 30_000, 110_000), spread_percent=110)
+    rough = msgspec.structs.replace(even, spread_percent=250)
+    slo, values = Slo(2.0, 0.06), {"most": 256, "unit": 16, "rows": 4, "context": 0}
+    sizes = [chunk_beside(slo, curve, curve, 0, **values) for curve in (even, rough)]
+    assert even.seconds(4 + sizes[0]) <= 0.06 / 1.1 < even.seconds(4 + sizes[0] + 16)
+    assert rough.seconds(4 + sizes[1]) <= 0.06 / 2.5 < rough.seconds(4 + sizes[1] + 16)
+    assert slo.keeps(0.05, even.spread) and not slo.keeps(0.05, rough.spread)

@@ -157,7 +157,7 @@ class Scheduler:
             return chunk
         least = min(unit, first.length - first.computed)
         step_s = curve.seconds(count + least, context, pairs_of(first.computed, least))
-        if step_s <= self.slo.itl_s or curve.tokens[-1] < count + least:
+        if self.slo.keeps(step_s, curve.spread) or curve.tokens[-1] < count + least:
             return chunk
         # As steps have shown nothing is short enough. It began when nothing ran, or nobody else
         # could take it.

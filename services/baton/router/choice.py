@@ -50,7 +50,7 @@ class Choice:
         chunk = self.estimator.local_chunk(view, speed, 0)
         rows, context = status.running, status.context_tokens
         seconds, calm_s = (speed.now.seconds(n, context) for n in (rows + chunk, rows))
-        if rows and not self.slo.keeps(seconds) and not self.slo.broken(calm_s):
+        if rows and not self.slo.keeps(seconds, speed.now.spread) and not self.slo.broken(calm_s):
             return 1, 0.0
         return chunk, seconds
 

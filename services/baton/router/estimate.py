@@ -180,7 +180,7 @@ class Estimator:
         step = curve.seconds(rows + once, context, pairs)
         steps = -(-need.rest // chunk)
         # The cores may be wanted back at any time.
-        borne = self.slo.keeps(step) and not self.slo.broken(
+        borne = self.slo.keeps(step, curve.spread) and not self.slo.broken(
             speed.alone.seconds(rows + once, context, pairs)
         )
         return self._estimate(

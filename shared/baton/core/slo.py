@@ -14,17 +14,18 @@ class Slo:
     refuse: bool = False
     """Whether a request whose wait alone would break the first is refused at once."""
 
-    def keeps(self, step_s: float) -> bool:
-        """Return whether streams stay within the second if their steps are planned to take so
-        long: it is the longest gap that counts, and some steps take longer than planned."""
-        return step_s <= 0.9 * self.itl_s
+    def keeps(self, step_s: float, spread: float) -> bool:
+        """Return whether streams stay within the second if their steps are expected to take so
+        long: it is the longest gap that counts, and some steps take ``spread`` times as long. A
+        little more than is planned is let pass."""
+        return step_s <= min(0.9, 1.125 / spread) * self.itl_s
 
     def broken(self, calm_s: float) -> bool:
         """Return whether streams break the second by themselves, beyond doubt, if their steps
         take ``calm_s`` with nothing beside them: then there is nothing to keep."""
         return calm_s > 1.1 * self.itl_s
 
-    def step_s(self, calm_s: float) -> float:
+    def step_s(self, calm_s: float, spread: float) -> float:
         """Return how long a step with a chunk of a prompt may be planned to take beside streams
-        whose steps take ``calm_s`` without one."""
-        return 2 * calm_s if self.broken(calm_s) else 0.8 * self.itl_s
+        whose steps take ``calm_s`` without one, where some take ``spread`` times as long."""
+        return 2 * calm_s if self.broken(calm_s) else self.itl_s / spread

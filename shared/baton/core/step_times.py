@@ -12,8 +12,10 @@ they are told; both follow a prompt through its chunks with the same functions.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from heapq import nlargest
 from itertools import pairwise
 from typing import Annotated
 
@@ -29,6 +31,13 @@ MEMORY = 16
 #: A step that took longer than so many times its cell's mean counts as that much: the machine was
 #: busy with something else.
 OUTLIER = 3.0
+#: Of so many steps of a kind one takes longer than the *spread* says: so many times its usual time.
+#: A request is as bad as its longest gap, and a prompt is computed in many steps.
+ONE_OF = 100
+RATIOS = 200
+#: What is taken for the spread until that many steps are known, and its bounds.
+SPREAD_UNKNOWN, SPREAD_LEAST, SPREAD_MOST = 1.25, 1.1, 4.0
+KNOWN_RATIOS = 20
 #: A rehearsed step counts as so many: the first real one may be one that something disturbed.
 REHEARSALS = 3
 #: A step that had borrowed cores for this share of its time is one with them, and one that had none
@@ -56,6 +65,13 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
     """For each pair of a prompt's token and one it attends to, in 10**-12 s."""
     context_picos: Annotated[int, Meta(ge=0, le=PICOS_MAX)] = 0
     """For each token of context that a row of one token reads, in 10**-12 s."""
+    spread_percent: Annotated[int, Meta(ge=0, le=round(100 * SPREAD_MOST))] = 0
+    """How long the longest steps take, in percent of what such steps usually do; 0: not known."""
+
+    @property
+    def spread(self) -> float:
+        """Return how many times as long as planned some steps take."""
+        return max(SPREAD_LEAST, self.spread_percent / 100 or SPREAD_UNKNOWN)
 
     def verify(self) -> None:
         """Look at a curve that somebody else made: everything else here divides by it.
@@ -108,6 +124,7 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
             (*self.micros, *(max(low, micros) for _, micros in more)),
             self.pair_picos or other.pair_picos,
             self.context_picos or other.context_picos,
+            self.spread_percent,
         )
 
     def completed(self, other: StepCurve, factor: float) -> StepCurve:
@@ -129,6 +146,7 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
             tuple(micros),
             self.pair_picos or min(PICOS_MAX, round(factor * other.pair_picos)),
             self.context_picos or min(PICOS_MAX, round(factor * other.context_picos)),
+            self.spread_percent or other.spread_percent,
         )
 
     def prompt_seconds(
@@ -220,12 +238,17 @@ class StepTimes:
     """What one worker learns of its own steps. At most ``CELLS`` cells."""
 
     cells: dict[int, _Cell] = field(default_factory=dict)
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=RATIOS))
+    """Of the last steps, each to the mean of its cell."""
 
     def learn(self, step: Step, seconds: float) -> None:
         """``step`` took ``seconds``."""
         if step.tokens < 1 or seconds <= 0:
             return
-        self.cells.setdefault(_cell_of(step.tokens), _Cell()).learn(step, seconds)
+        cell = self.cells.setdefault(_cell_of(step.tokens), _Cell())
+        if cell.count > REHEARSALS:
+            self.ratios.append(seconds / cell.means[2])
+        cell.learn(step, seconds)
 
     def curve(self) -> StepCurve:
         """Return what was learned."""
@@ -241,8 +264,19 @@ class StepTimes:
         ]
         micros = tuple(min(MICROS_MAX, max(1, round(base * 1e6))) for base in _ascending(bases))
         tokens = tuple(round(cell.tokens) for cell in cells)
-        picos = (min(PICOS_MAX, round(part * each * 1e12)) for each in (of_pairs, of_context))
-        return StepCurve(tokens, micros, *picos)
+        return StepCurve(
+            tokens,
+            micros,
+            min(PICOS_MAX, round(part * of_pairs * 1e12)),
+            min(PICOS_MAX, round(part * of_context * 1e12)),
+            self._spread_percent(),
+        )
+
+    def _spread_percent(self) -> int:
+        if len(self.ratios) < KNOWN_RATIOS:
+            return 0
+        longest = nlargest(1 + len(self.ratios) // ONE_OF, self.ratios)[-1]
+        return round(100 * min(max(longest, SPREAD_LEAST), SPREAD_MOST))
 
 
 @dataclass(slots=True)
@@ -308,7 +342,7 @@ def chunk_beside(
     sequences that attend to ``context`` tokens: the longest chunk that keeps the SLO as the worker
     is ``now``, and nearly keeps it should it be ``alone`` suddenly. At least one ``unit``."""
     calm_s = now.seconds(rows, context) if rows else 0.0
-    limit_s = slo.step_s(calm_s)
+    limit_s = slo.step_s(calm_s, now.spread)
     found = now.chunk_within(limit_s, begin, most=most, unit=unit, rows=rows, context=context)
     if alone is now or slo.broken(calm_s):
         return found
