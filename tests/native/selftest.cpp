@@ -523,7 +523,7 @@ void check_step() {
     return logits;
   };
   lenders.be_restless();
-  baton_llama_begin(llama);
+  baton_llama_begin(llama, 1);
   const auto found = stepped(true, 0);
   baton_llama_end(llama);
   lenders.be_busy();

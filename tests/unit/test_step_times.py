@@ -247,7 +247,7 @@ def test_completed_curves_are_never_too_long_to_tell() -> None:
 
 def test_how_much_longer_some_steps_take_is_told() -> None:
     """One in a hundred of the last steps of a kind, whatever kind; unknown until there are some."""
-    chance, times = random.Random(5), StepTimes()
+    chance, times = random.Random(5), SharedStepTimes()
     assert times.curve().spread == SPREAD_UNKNOWN
     for number in range(400):
         step = Step(chance.choice((1, 2, 40)), 0, 0)
@@ -262,6 +262,22 @@ def test_how_much_longer_some_steps_take_is_told() -> None:
     for _ in range(RATIOS // ONE_OF):
         times.learn(Step(2, 0, 0), 60.0)
     assert times.curve().spread == SPREAD_MOST
+
+
+def test_cores_are_borrowed_where_the_longest_steps_bear_it() -> None:
+    """Steps with them take half the time, and one in twenty loses them in the middle and takes
+    three times as long as usual. Short promises are better kept without, long ones with them."""
+    times = SharedStepTimes()
+    assert times.borrowing_pays(4, 0, 0.05), "nothing is known: it is tried"
+    for number in range(200):
+        times.learn(Step(4, 0, 0), 0.02, 0.0)
+        lost = number % 20 == 19
+        times.learn(Step(4, 0, 0), 0.03 if lost else 0.01, 0.5 if lost else 1.0)
+    assert times.curve_borrowed().seconds(4) == pytest.approx(0.01)
+    assert not times.borrowing_pays(4, 0, 0.025)
+    assert times.borrowing_pays(4, 0, 0.04)
+    times.forget_borrowed()
+    assert times.borrowing_pays(4, 0, 0.025)
 
 
 def test_chunks_are_shorter_where_some_steps_take_much_longer() -> None:

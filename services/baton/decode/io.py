@@ -72,6 +72,8 @@ class RunStep:
     rows: tuple[Row, ...]
     seals: tuple[tuple[BlockCheck, ...], ...]
     """One for each row: the blocks that are full after it."""
+    borrows: bool = True
+    """Whether it may have cores of other workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from baton.ports.driving import RecordStep
 from baton.ports.engine import Row, SampleSpec
 from baton.wire.messages import AttemptId
 
+#: Whether borrowed cores pay is looked at every so many steps, and tried again after so long.
+BORROWING_STEPS, BORROWING_AGAIN_S = 8, 60.0
 #: So much of the time that a first token may take a prompt waits for streams it would disturb.
 PAUSE_SHARE = 0.5
 
@@ -46,6 +48,8 @@ class Scheduler:
         """Whether the record names somebody."""
         self.borrowing = False
         """Whether the last step had other workers' cores."""
+        self.declined_at: float | None = None
+        """Since when streams' steps want none of them."""
 
     # --- building -----------------------------------------------------------------------------
 
@@ -67,7 +71,26 @@ class Scheduler:
         self.recorded = True
         attempts = [AttemptId(*seq.key) for seq in self.state.in_flight.values()]
         self.state.emit(RecordStep(tuple(attempts)))
-        self.state.emit(RunStep(self.step, self.rows, self.seals))
+        self.state.emit(RunStep(self.step, self.rows, self.seals, self._borrows(now)))
+
+    def _borrows(self, now: float) -> bool:
+        """Return whether the step may have other workers' cores. They make most steps shorter and
+        some longer, those whose core was wanted back or taken by others; it is the longest that
+        streams' SLO is about. Now and then it is tried again."""
+        streams = sum(seq.stage is Stage.RUNNING for seq in self.state.in_flight.values())
+        if self.slo is None or not streams:
+            return True
+        if self.step % BORROWING_STEPS == 0:
+            steps = self.state.figures.steps
+            context = sum(row.start for row in self.rows)
+            if steps.borrowing_pays(streams, context, self.slo.itl_s):
+                self.declined_at = None
+            elif self.declined_at is None:
+                self.declined_at = now
+            elif now - self.declined_at >= BORROWING_AGAIN_S:
+                self.declined_at = None
+                steps.forget_borrowed()
+        return self.declined_at is None
 
     def forget_step(self) -> None:
         """No step runs: should this worker end now, nobody is to blame."""

@@ -35,6 +35,7 @@ def run_step(
 ) -> StepFinished | StepFailed:
     """Run one step. Anything but a :class:`StepFailed` of the engine is a bug and is raised."""
     began = clock.now()
+    engine.borrows = command.borrows
     try:
         results = engine.step(command.rows)
     except EngineStepFailed as error:

@@ -245,10 +245,13 @@ class StepTimes:
         """``step`` took ``seconds``."""
         if step.tokens < 1 or seconds <= 0:
             return
-        cell = self.cells.setdefault(_cell_of(step.tokens), _Cell())
-        if cell.count > REHEARSALS:
+        self.cells.setdefault(_cell_of(step.tokens), _Cell()).learn(step, seconds)
+
+    def compare(self, step: Step, seconds: float) -> None:
+        """``step`` was one of these, or was to be one: see how much longer it took."""
+        cell = self.cells.get(_cell_of(step.tokens)) if step.tokens > 0 else None
+        if cell is not None and cell.count > REHEARSALS and seconds > 0:
             self.ratios.append(seconds / cell.means[2])
-        cell.learn(step, seconds)
 
     def curve(self) -> StepCurve:
         """Return what was learned."""
@@ -293,7 +296,9 @@ class SharedStepTimes:
 
     def learn(self, step: Step, seconds: float, borrowed: float = 0.0) -> None:
         """See :meth:`StepTimes.learn`; cores were borrowed for this share of the step. A step that
-        was neither one nor the other for nearly all of its time says nothing."""
+        was neither one nor the other for nearly all of its time says nothing of either's usual
+        time; but it is one that was to have them."""
+        (self.alone if 1 - borrowed >= MOSTLY else self.helped).compare(step, seconds)
         if borrowed >= MOSTLY:
             self.helped.learn(step, seconds)
         elif 1 - borrowed >= MOSTLY:
@@ -303,6 +308,19 @@ class SharedStepTimes:
         """Nothing was borrowed for these ``steps`` and the seconds each of them took."""
         for step, seconds in steps * REHEARSALS:
             self.alone.learn(step, seconds)
+
+    def borrowing_pays(self, tokens: int, context: float, limit_s: float) -> bool:
+        """Return whether the longest steps of so many rows keep within ``limit_s`` with borrowed
+        cores, or at least as well as without."""
+        alone, helped = (
+            curve.seconds(tokens, context) * curve.spread
+            for curve in (self.curve(), self.curve_borrowed())
+        )
+        return helped <= max(alone, limit_s)
+
+    def forget_borrowed(self) -> None:
+        """Take nothing of how unevenly steps with borrowed cores went for what it is now."""
+        self.helped.ratios.clear()
 
     def curve(self) -> StepCurve:
         """Return how long steps take without borrowed cores."""

@@ -104,7 +104,7 @@ class DeviceEngine:
         self._model = model
         self._trunk = _Trunk(model)
         self._forwards: Forwards | None = None
-        self.borrowed = 0.0
+        self.borrows, self.borrowed = True, 0.0
 
     def claim(self) -> None:
         """Its cores are not lent."""

@@ -117,6 +117,7 @@ class FakeEngine:
 
     kernels = KERNELS["fake"]
     weight_pages: Pages | None = None
+    borrows = True
     borrowed = 0.0
 
     def __init__(

@@ -60,7 +60,7 @@ class LlamaEngine:
         self._weights = PackedWeights(packed)
         self.weight_pages: Pages | None = self._weights.pages()
         self._cores: SharedCores | None = None
-        self.borrowed = 0.0
+        self.borrows, self.borrowed = True, 0.0
         self._handle = self._make(threads or len(os.sched_getaffinity(0)))
         self._arenas = Arenas(layout)
         self._logits: NDArray[np.float32] = np.empty((0, info.vocab_size), np.float32)
@@ -99,7 +99,7 @@ class LlamaEngine:
         self, rows: Sequence[Row], stored: Callable[[], None] = nothing
     ) -> list[Sampled | None]:
         """Compute one packed batch; see the contract."""
-        self._library.llama_begin(self._handle)
+        self._library.llama_begin(self._handle, borrows=self.borrows)
         try:
             logits, told = self._compute(rows, stored)
             return sample_rows(rows, logits, stored=told)

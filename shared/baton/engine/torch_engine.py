@@ -106,7 +106,7 @@ class TorchEngine:
         self.kernels = KERNELS["torch"] if attention is None else attention.kernels
         self._attention = attention
         self._arenas: dict[str, ArenaView] = {}
-        self.borrowed = 0.0
+        self.borrows, self.borrowed = True, 0.0
         self.last_calls: dict[int, int] = {}
 
     def use_threads(self, threads: int, cores: SharedCores | None = None) -> None:

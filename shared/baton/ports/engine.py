@@ -200,6 +200,8 @@ class Engine(Protocol):
     """Name of the kernel set, part of the compatibility digest."""
     weight_pages: Pages | None
     """How the weights lay in memory when they were mapped; ``None``: they are no mapped file."""
+    borrows: bool
+    """Whether the next steps may have cores of other workers; at first they may."""
     borrowed: float
     """For which share of the last step cores of other workers were borrowed: 0 to 1."""
 

@@ -171,9 +171,9 @@ class Library:
         """See ``Pool::claim``."""
         self._c.baton_llama_claim(handle)
 
-    def llama_begin(self, handle: int) -> None:
+    def llama_begin(self, handle: int, *, borrows: bool) -> None:
         """A step begins: see ``Pool::begin``."""
-        self._c.baton_llama_begin(handle)
+        self._c.baton_llama_begin(handle, borrows)
 
     def llama_end(self, handle: int) -> float:
         """It has ended; return for which share of it others' cores were borrowed."""
@@ -228,7 +228,7 @@ _SIGNATURES: Sequence[tuple[str, Any, list[Any]]] = (
     ("baton_llama_step", _I, [_P, _P, _I, _P, _I, _P, _I]),
     ("baton_llama_head", _I, [_P, _I, _P]),
     ("baton_llama_claim", None, [_P]),
-    ("baton_llama_begin", None, [_P]),
+    ("baton_llama_begin", None, [_P, c_int32]),
     ("baton_llama_end", c_double, [_P]),
     ("baton_pool_new", _P, [_I]),
     ("baton_pool_free", None, [_P]),

@@ -194,8 +194,10 @@ BATON_EXPORT int32_t baton_llama_head(void* handle, int32_t kept, float* logits)
 // See Pool::claim.
 BATON_EXPORT void baton_llama_claim(void* handle) { static_cast<Llama*>(handle)->claim(); }
 
-// A step begins: nobody else computes on this worker's cores.
-BATON_EXPORT void baton_llama_begin(void* handle) { static_cast<Llama*>(handle)->begin(); }
+// A step begins: nobody else computes on this worker's cores. It may borrow others', or not.
+BATON_EXPORT void baton_llama_begin(void* handle, int32_t borrows) {
+  static_cast<Llama*>(handle)->begin(borrows != 0);
+}
 
 // It has ended; returns for which share of it cores of other workers were borrowed.
 BATON_EXPORT double baton_llama_end(void* handle) { return static_cast<Llama*>(handle)->end(); }

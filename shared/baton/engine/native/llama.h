@@ -46,7 +46,7 @@ class Llama {
   virtual void head(float* logits) = 0;
   // Around a step and what comes after it, see `Pool`.
   virtual void claim() = 0;
-  virtual void begin() = 0;
+  virtual void begin(bool borrows) = 0;
   virtual double end() = 0;
   int kept = 0;  // tokens of the last step that wait for the head
   LlamaShape shape;
@@ -103,7 +103,7 @@ class LlamaOf final : public Llama {
   }
 
   void claim() override { pool_.claim(); }
-  void begin() override { pool_.begin(); }
+  void begin(bool borrows) override { pool_.begin(borrows); }
   double end() override { return pool_.end(); }
 
  private:

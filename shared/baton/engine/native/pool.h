@@ -66,8 +66,10 @@ class Pool {
   // A step will begin at once, perhaps: whoever is on the worker's cores is to leave. From any thread,
   // while no step runs.
   void claim() const { cores_.tell(monotonic_ns() + kHeldNs); }
-  // A step begins, or has ended: the worker's cores are taken, or will be free soon.
-  void begin() {
+  // A step begins, or has ended: the worker's cores are taken, or will be free soon. It may be one
+  // that borrows none.
+  void begin(bool borrows = true) {
+    borrows_ = borrows;
     cores_.tell(kComputing);
     all_ns_ = borrowed_ns_ = 0;
     since_ = 0;
@@ -84,7 +86,7 @@ class Pool {
 
   // Who can take part in the region that comes next.
   Crew gather() {
-    if (cores_.loans.empty()) return own();
+    if (cores_.loans.empty() || !borrows_) return own();
     const uint64_t now = monotonic_ns();
     int borrowed = 0;
     for (auto& one : helpers_) {
@@ -272,6 +274,7 @@ class Pool {
 
   const Cores cores_;
   int own_ = 1;
+  bool borrows_ = true;
   std::vector<std::unique_ptr<Helper>> helpers_;  // first the pool's own, then one for each loan
   std::atomic<uint64_t> state_{0};
   std::atomic<bool> stop_{false};
