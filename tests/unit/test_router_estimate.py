@@ -86,7 +86,7 @@ def test_a_remote_way_is_its_queue_its_chunks_and_the_hand_over() -> None:
 
 def test_a_local_way_is_its_chunks_beside_the_streams_and_what_that_costs_them() -> None:
     """Chunks are those that decode will choose: 64 tokens in steps of at most 40 ms."""
-    estimator = Estimator(Slo(2.0, 0.05))
+    estimator = Estimator(Slo(2.0, 0.052))
     decode = view(D, Role.DECODE, running=4, context_tokens=1_200)
     need = Need(tokens=256, cached=0, waited_s=0.0)
     found = estimator.local(decode, SPEED, need, ahead=4)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: So much of a gap may be a step; the rest is for the way to the client, which is uneven too.
+PATH = 0.85
+
 
 @dataclass(frozen=True, slots=True)
 class Slo:
@@ -18,7 +21,7 @@ class Slo:
         """Return whether streams stay within the second if their steps are expected to take so
         long: it is the longest gap that counts, and some steps take ``spread`` times as long. A
         little more than is planned is let pass."""
-        return step_s <= min(0.9, 1.125 / spread) * self.itl_s
+        return step_s <= PATH * 1.125 / spread * self.itl_s
 
     def broken(self, calm_s: float) -> bool:
         """Return whether streams break the second by themselves, beyond doubt, if their steps
@@ -28,4 +31,4 @@ class Slo:
     def step_s(self, calm_s: float, spread: float) -> float:
         """Return how long a step with a chunk of a prompt may be planned to take beside streams
         whose steps take ``calm_s`` without one, where some take ``spread`` times as long."""
-        return 2 * calm_s if self.broken(calm_s) else self.itl_s / spread
+        return 2 * calm_s if self.broken(calm_s) else PATH / spread * self.itl_s

@@ -36,7 +36,7 @@ OUTLIER = 3.0
 ONE_OF = 100
 RATIOS = 200
 #: What is taken for the spread until that many steps are known, and its bounds.
-SPREAD_UNKNOWN, SPREAD_LEAST, SPREAD_MOST = 1.25, 1.1, 4.0
+SPREAD_UNKNOWN, SPREAD_LEAST, SPREAD_MOST = 1.1, 1.1, 4.0
 KNOWN_RATIOS = 20
 #: A rehearsed step counts as so many: the first real one may be one that something disturbed.
 REHEARSALS = 3
