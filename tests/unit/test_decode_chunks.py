@@ -61,6 +61,41 @@ def test_with_borrowed_cores_a_chunk_is_one_that_can_be_borne_without_them() -> 
     assert max(alone) <= 20 and set(helped[6:]) == {24}, (alone, helped)
 
 
+def test_streams_that_borrowed_cores_hold_up_do_without_them_for_a_while() -> None:
+    """One step in ten has them taken away, and then takes longer than the SLO. It is tried again
+    after a minute. Prompts alone borrow all the time, and so does who has promised nothing."""
+
+    def share(*, for_s: float, rough: bool) -> float:
+        """Return how many of the steps might borrow."""
+        until, asked = play.now + for_s, []
+        while play.now < until:
+            step = play.last(RunStep)
+            asked.append(step.borrows)
+            lost = rough and step.borrows and step.step % 10 == 0
+            play.now += 0.6 if lost else 0.1 if step.borrows else 0.2
+            results = tuple(None if row.sample is None else Sampled(50) for row in step.rows)
+            sums = tuple((7,) * len(checks) for checks in step.seals)
+            borrowed = 0.5 if lost else float(step.borrows)
+            play.do(StepFinished(step.step, results, sums, 0.01, borrowed))
+        return sum(asked) / len(asked)
+
+    for itl_s in (0.5, 0.9, None):
+        slo = None if itl_s is None else Slo(1.0, itl_s)
+        play = Decode(blocks=3_000, slo=slo)
+        _take_in(play, spec("a", tokens=2, max_tokens=9_000))
+        first = share(for_s=20.0, rough=True)
+        later = share(for_s=40.0, rough=True)
+        if itl_s != 0.5:
+            assert first == later == 1.0
+            continue
+        assert 0.05 < first < 0.9 and later == 0.0
+        again = share(for_s=25.0, rough=False)
+        assert again > 0.2 and share(for_s=10.0, rough=False) == 1.0
+    play = Decode(blocks=400, slo=Slo(1.0, 0.001), local_prefill_chunk_tokens=64)
+    _take_in(play, spec("r", tokens=390, max_tokens=5))
+    assert play.last(RunStep).borrows
+
+
 def test_who_is_handed_over_meets_the_steps_of_everybody() -> None:
     """Its first token comes with those of a step: no step need be shorter for its sake."""
     play = _busy(itl_s=0.0625)

@@ -36,7 +36,7 @@ OUTLIER = 3.0
 ONE_OF = 100
 RATIOS = 200
 #: What is taken for the spread until that many steps are known, and its bounds.
-SPREAD_UNKNOWN, SPREAD_LEAST, SPREAD_MOST = 1.1, 1.1, 4.0
+SPREAD_UNKNOWN, SPREAD_LEAST, SPREAD_MOST = 1.1, 1.1, 10.0
 KNOWN_RATIOS = 20
 #: A rehearsed step counts as so many: the first real one may be one that something disturbed.
 REHEARSALS = 3
@@ -146,7 +146,7 @@ class StepCurve(msgspec.Struct, frozen=True, array_like=True):
             tuple(micros),
             self.pair_picos or min(PICOS_MAX, round(factor * other.pair_picos)),
             self.context_picos or min(PICOS_MAX, round(factor * other.context_picos)),
-            self.spread_percent or other.spread_percent,
+            self.spread_percent,
         )
 
     def prompt_seconds(
