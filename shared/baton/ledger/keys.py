@@ -10,7 +10,8 @@ key                   type   holds
 ``…:meta``            hash   ``id`` random, made by whoever finds none; ``rebuild_until`` and
                              ``swept_at``: times
 ``…:leases``          zset   ``<peer>`` scored by the lease's deadline (never a key TTL)
-``…:gone``            zset   ``<peer>`` scored by when its lease ended. Forgotten after an hour
+``…:gone``            zset   ``<peer>`` scored by when its lease ended, if there were requests then.
+                             Forgotten after an hour
 ``…:members``         hash   ``<peer>`` -> the Member as it announced itself (msgpack)
 ``…:seat:<worker>``   string newest incarnation, then the ones it replaced, newest first. Lives an
                              hour longer than the last lease of that name

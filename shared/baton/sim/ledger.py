@@ -239,7 +239,8 @@ class LedgerModel:
         return True
 
     def _drop(self, peer: Peer, now: int) -> None:
-        if self.leases.pop(peer, None) is not None:
+        had = any(record.owners for record in self.records.values())
+        if self.leases.pop(peer, None) is not None and had:
             self.gone[peer] = now
         self.members.pop(peer, None)
 

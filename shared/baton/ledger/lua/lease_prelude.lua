@@ -50,9 +50,11 @@ local function prolong_all()
   end
 end
 
+-- Where nobody has a request there is nothing to remember.
 local function leave(one)
-  if redis.call('ZREM', leases, one) == 1 then
+  if redis.call('ZREM', leases, one) == 1 and redis.call('EXISTS', owners) == 1 then
     redis.call('ZADD', gone, now, one)
+    redis.call('PEXPIRE', gone, seat_ttl)
   end
   redis.call('HDEL', members, one)
 end
