@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import time
 
 from support.ops_cluster import wait_until
@@ -25,14 +26,15 @@ def read_until(terminal: int, text: str, seconds: float) -> str:
 
 
 def exit_code(pid: int, terminal: int) -> int:
-    """Wait for make; return its exit code, or the negative number of its signal."""
+    """Wait for make; return its exit code, or the negative number of its signal. What it still
+    says is printed, for whoever asks why the code is another one."""
     codes: list[int] = []
 
     def ended() -> bool:
         # A terminal nobody reads would stop the one that writes.
         if select.select([terminal], [], [], 0)[0]:
             try:
-                os.read(terminal, 4096)
+                sys.stdout.write(os.read(terminal, 4096).decode(errors="replace"))
             except OSError:
                 pass
         done, status = os.waitpid(pid, os.WNOHANG)
