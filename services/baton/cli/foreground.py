@@ -87,12 +87,15 @@ def run(
 def _serve(
     cluster: Cluster, found: ClusterRecord, stop: _Stop, *, prompt: str, oneshot: bool
 ) -> None:
-    stop.interrupts = True
+    # A signal may come at any of these lines.
     try:
-        _ask(cluster, found, prompt)
+        try:
+            stop.interrupts = True
+            if not stop.is_asked():
+                _ask(cluster, found, prompt)
+        finally:
+            stop.interrupts = False
     except KeyboardInterrupt:
-        return
-    finally:
         stop.interrupts = False
     if oneshot or stop.is_asked():
         return
