@@ -105,6 +105,17 @@ def test_a_core_is_borrowed_only_while_its_owner_says_that_it_computes_nothing()
         assert (engine.borrowed > 0) == (says == IDLE), says
 
 
+@two_cores
+def test_an_engine_that_is_to_borrow_nothing_does_not() -> None:
+    """However idle the core is; and it does again when it may."""
+    engine, board, row = engine_and_row()
+    board.say(IDLE)
+    for borrows in (True, False, True):
+        engine.borrows = borrows
+        engine.step([row])
+        assert (engine.borrowed > 0) == borrows
+
+
 def test_a_step_takes_its_own_cores_and_gives_them_up_a_little_later() -> None:
     """Also one that fails; the next step comes so soon that lending would not pay."""
     engine, board, row = engine_and_row()

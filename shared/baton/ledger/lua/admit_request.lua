@@ -1,6 +1,7 @@
 -- AdmitRequest: create the record at epoch 1, or return the one that is there.
 -- ARGV[5] target state, ARGV[6] router, ARGV[7] gateway, ARGV[8] spec bytes,
--- ARGV[9] for how many milliseconds its client may come back, ARGV[10] milliseconds after which the record goes if nobody ends it
+-- ARGV[9] for how many milliseconds its client may come back, ARGV[10] milliseconds after which the
+-- record goes if nobody ends it
 
 local target, router, gateway, spec = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 local resume_ms, backstop_ms = ARGV[9], ARGV[10]
