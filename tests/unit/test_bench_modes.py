@@ -95,8 +95,43 @@ def test_each_mode_is_taken_at_its_best_way_and_rate() -> None:
     assert verdict.of_mode(found, "colocated", SLOS[0], rate=1.0) == (0.4, 0.4, 0.4)
     assert verdict.of_mode(found, "adaptive", SLOS[1])[0] == 0.5
     assert str(conclude(*runs)["advice"]).endswith(
-        "the adaptive mode gave 0.83 to 1.67 of the better one of both."
+        "the adaptive mode gave 1.25 to 2.50 of the better one of both, by rate and bound."
     )
+
+
+def test_modes_are_compared_within_a_repeat() -> None:
+    """What slows the machine for a while slows both; the median of the ratios counts."""
+    runs = [
+        *(run("split", 12.0, good, repeat=n) for n, good in enumerate((20, 10, 4))),
+        *(run("colocated", 12.0, good, repeat=n) for n, good in enumerate((18, 9, 20))),
+        *(
+            run("adaptive", 12.0, good, repeat=n, made_for_gap_ms=15.0)
+            for n, good in enumerate((18, 10, 5))
+        ),
+    ]
+    found = verdict.points(runs)
+    # Colocated has the better median (18 of 20), so it is compared with it alone.
+    assert verdict.to_better_pure(found, SLOS[0], 1.0) == (1.0, 0.25, 10 / 9)
+    assert verdict.to_better_pure(found, SLOS[0], 2.0) is None
+    assert verdict.to_better_pure(verdict.points(runs[:6]), SLOS[0], 1.0) is None
+    tables = conclude(*runs)["tables"]
+    assert isinstance(tables, list)
+    (by_rate,) = [each for each in tables if "by rate" in each["title"]]
+    assert by_rate["rows"][0][-1] == "1 (0.25 - 1.11)"
+
+
+def test_what_is_compared_takes_turns_side_by_side() -> None:
+    """Each way once: adaptive beside the colocated way of its bound, split by the tightest."""
+    split, tight, loose = (modes.Way("m", words, {}) for words in ("split", "tight", "loose"))
+    slos = [Slo(1.0, gap) for gap in (1.0, 2.0, 3.0)]
+    adaptive = [modes.Way("a", "adaptive", {}, slo) for slo in slos]
+    best = dict(zip(slos, (tight, tight, loose), strict=True))
+    made = [way.name for way in modes.in_turn(slos, split, best, adaptive)]
+    assert made == [
+        *("a adaptive for 1", "m split", "m tight"),
+        *("a adaptive for 2", "a adaptive for 3", "m loose"),
+    ]
+    assert modes.in_turn(slos, split, best, []) == [split, tight, loose]
 
 
 def test_the_best_of_many_lucky_repeats_is_no_figure() -> None:

@@ -2,7 +2,7 @@
 
 Decides which loads it is made of and how thorough it is; how modes are compared is decided in
 :mod:`baton.bench.load.modes`. Two cores and a small model cannot replay the traces as they are, so
-lengths are scaled; rates reach from a light load to one that is too much for every mode.
+lengths are scaled; rates are one that keeps two cores busy and one that is too much for every mode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.bench.foreign import VLLM_CHUNKS, vllm_columns
 from baton.bench.load.arrivals import Arrivals
 from baton.bench.load.asking import AskPlan
 from baton.bench.load.generator import LoadPlan
-from baton.bench.load.modes import BY_HAND, CHUNKS, MULTIPLES, Foreign, ModesPlan, compare_modes
+from baton.bench.load.modes import CHUNKS, MULTIPLES, Foreign, ModesPlan, compare_modes
 from baton.bench.load.page import write_page
 from baton.bench.load.report import markdown, sentences
 from baton.bench.load.results import Result, write
@@ -47,14 +47,14 @@ class Load:
     prompt_scale: float
     output_scale: float
     rates: tuple[float, ...]
-    """Sessions a second; the middle one keeps two cores busy whose undisturbed gaps are
-    ``GAP_MS``."""
+    """Sessions a second; the first keeps two cores busy whose undisturbed gaps are ``GAP_MS``, the
+    other is more than they can do."""
 
 
 LOADS = {
-    "azure-conv": Load(WorkloadName.AZURE_CONV, 0.5, 0.25, (0.8, 1.6, 2.6)),
-    "azure-code": Load(WorkloadName.AZURE_CODE, 0.25, 1.0, (0.8, 1.8, 3.0)),
-    "mooncake": Load(WorkloadName.MOONCAKE, 0.05, 0.2, (0.6, 1.3, 2.2)),
+    "azure-conv": Load(WorkloadName.AZURE_CONV, 0.5, 0.25, (1.6, 2.6)),
+    "azure-code": Load(WorkloadName.AZURE_CODE, 0.25, 1.0, (1.8, 3.0)),
+    "mooncake": Load(WorkloadName.MOONCAKE, 0.05, 0.2, (1.3, 2.2)),
 }
 
 
@@ -64,8 +64,6 @@ class Effort:
 
     multiples: tuple[float, ...] = MULTIPLES
     chunks: tuple[int, ...] = CHUNKS
-    rates: int = 3
-    """Of a load's rates so many, the highest."""
     warmup_s: float = 4.0
     duration_s: float = 30.0
     tune_s: float = 10.0
@@ -73,12 +71,12 @@ class Effort:
     vllm_chunks: tuple[int, ...] = VLLM_CHUNKS
 
 
-#: By the options that ask for less than all of it. ``short``: fewer points, each as good: a quarter
-#: of an hour a load. ``quick``: a look whether it works.
+#: By the options that ask for less than all of it. ``short``: fewer points, each as good: 12
+#: minutes a load. ``quick``: a look whether it works.
 EFFORTS = {
     "full": Effort(),
-    "short": Effort((1.2, 2.0, 5.0), (32, 128, 512), 2, 4.0, 40.0, 10.0, 10.0, (0, 64)),
-    "quick": Effort((1.5, 3.0), (64, 512), 2, 1.0, 5.0, 3.0, 3.0, (0, 64)),
+    "short": Effort((1.2, 2.0, 5.0), (32, 128, 512), vllm_chunks=(0, 64)),
+    "quick": Effort((1.5, 3.0), (64, 512), 1.0, 5.0, 3.0, 3.0, (0, 64)),
 }
 
 
@@ -104,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
                 _write(options.out / f"modes_{name}", result)
                 if result.aborted:
                     bad += 1
-                if any(BY_HAND in note for note in result.notes):
+                if result.findings["ended_by_hand"]:
                     raise KeyboardInterrupt
     return 1 if bad else 0
 
@@ -118,7 +116,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="where results go")
     for name, words in (
         ("quick", "a look, not a result worth keeping"),
-        ("short", "two rates, three bounds, three chunk sizes"),
+        ("short", "three bounds, three chunk sizes"),
     ):
         parser.add_argument(
             f"--{name}", dest="effort", action="store_const", const=name, default="full", help=words
@@ -162,7 +160,7 @@ def _plan(
             ask=AskPlan(),
             slos=(),
         ),
-        rates=load.rates[-effort.rates :],
+        rates=load.rates,
         rates_for_ms=GAP_MS,
         ttft_ms=TTFT_MS,
         multiples=effort.multiples,

@@ -4,7 +4,9 @@ Decides which ways are tried and in which order. Colocated is given its best: fo
 of one worker with all cores and one worker a core, and of every chunk size; so is a foreign server
 that can be started in several ways. Bounds of gaps are absolute milliseconds, the same for all:
 multiples of the split's undisturbed ITL. What knows its SLO (the adaptive mode) is started anew for
-each. Every run is kept as a slice, so that a comparison of hours can be made in parts.
+each. A machine is not the same for minutes on end, so at each rate all ways take turns: a short run
+of each, the ones that are compared next to each other. Every run is kept as a slice, so that a
+comparison of hours can be made in parts.
 """
 
 from __future__ import annotations
@@ -36,8 +38,6 @@ from baton.runtime.settings import ClusterConfig
 
 MULTIPLES = (1.2, 1.5, 2.0, 3.0, 5.0)
 CHUNKS = (16, 32, 64, 128, 256, 512, 1_024, 2_048)
-#: Why not all was run.
-BY_HAND = "ended by hand"
 UNDISTURBED, UNDISTURBED_STREAMS = "undisturbed", 4
 #: A start, and what it takes until the last answers of a run are there, at a guess: for the budget.
 _START_S, _REST_S = 12.0, 6.0
@@ -144,17 +144,18 @@ class _Comparison:
         self._rates: tuple[float, ...] = ()
         self._itl_ms = 0.0
         self._left = ""
+        self._by_hand = False
         self._tables: list[dict[str, Any]] = []
 
     def run(self) -> Result:
         try:
             self._all()
         except KeyboardInterrupt:
-            self._left = BY_HAND
+            self._left, self._by_hand = "ended by hand", True
         except _OutOfTime:
             self._left = f"{self._plan.minutes:g} minutes were over"
         done = [each for each in self._slices.all() if "repeat" in each.run.settings]
-        if (not self._slos or not done) and self._left == BY_HAND:
+        if (not self._slos or not done) and self._by_hand:
             raise KeyboardInterrupt
         if not self._slos or not done:
             raise BenchError(f"nothing to compare yet: {self._left}")
@@ -168,14 +169,17 @@ class _Comparison:
         self._slos = slos = tuple(
             Slo(plan.ttft_ms, round(itl_ms * each, 2)) for each in plan.multiples
         )
-        ways = [split, *self._tuned(COLOCATED, colocated_ways(plan.chunks)), *adaptive_ways(slos)]
+        best = self._tuned(COLOCATED, colocated_ways(plan.chunks))
+        ways = in_turn(slos, split, best, adaptive_ways(slos))
         for repeat in range(plan.repeats):
             # Whatever drifts meanwhile is not to meet the same way each time.
-            for way in ways if repeat % 2 == 0 else reversed(ways):
-                self._visit(way, self._rates, repeat)
+            turn = ways if repeat % 2 == 0 else ways[::-1]
+            for rate, way in product(self._rates, turn):
+                self._visit(way, [rate], repeat)
+            # They take too long to start to be started for each rate.
             for foreign in plan.foreign:
-                best = self._tuned(foreign.mode, foreign.ways)
-                for way in best if repeat % 2 == 0 else reversed(best):
+                others = dict.fromkeys(self._tuned(foreign.mode, foreign.ways).values())
+                for way in others if repeat % 2 == 0 else reversed(others):
                     self._visit(way, self._rates, repeat)
 
     def _undisturbed(self, split: Way) -> float:
@@ -203,10 +207,10 @@ class _Comparison:
         assert found is not None
         return undisturbed_ms(found.run)
 
-    def _tuned(self, mode: str, ways: Sequence[Way]) -> list[Way]:
-        """Return the best way for each SLO, each way once."""
+    def _tuned(self, mode: str, ways: Sequence[Way]) -> dict[Slo, Way]:
+        """Return the best way for each SLO."""
         if len(ways) == 1:
-            return list(ways)
+            return dict.fromkeys(self._slos, ways[0])
         rates = tuning_rates(self._rates)
         for way in ways:
             self._visit(way, rates, None)
@@ -215,8 +219,8 @@ class _Comparison:
         table = verdict.tuning_table(found, self._slos, mode)
         if table not in self._tables:
             self._tables.append(table)
-        best = {verdict.tuned(found, slo) for slo in self._slos}
-        return [way for way in ways if way.words in best]
+        named = {way.words: way for way in ways}
+        return {slo: named[verdict.tuned(found, slo)] for slo in self._slos}
 
     def _visit(self, way: Way, rates: Sequence[float], repeat: int | None) -> None:
         """Serve a way and run what is not there yet; ``repeat``: ``None`` while it is tuned."""
@@ -292,6 +296,7 @@ class _Comparison:
         runs = [each.run for each in done]
         findings = verdict.conclude(runs, self._slos, self._itl_ms, plan.multiples)
         findings["tables"] += self._tables
+        findings["ended_by_hand"] = self._by_hand
         repeats = len({run.settings["repeat"] for run in runs})
         parts = [f"{len(runs)} runs, {repeats} repeats"]
         if self._left:
@@ -366,6 +371,21 @@ def adaptive_ways(slos: Iterable[Slo]) -> list[Way]:
         )
         for slo in slos
     ]
+
+
+def in_turn(
+    slos: Iterable[Slo], split: Way, colocated: Mapping[Slo, Way], adaptive: Iterable[Way]
+) -> list[Way]:
+    """Return each way once, in an order in which what is compared at an SLO is close together: the
+    adaptive mode beside the colocated way that is best there, the split, good where SLOs are
+    tightest, beside those."""
+    made_for = {way.slo: way for way in adaptive}
+    ordered: list[Way] = []
+    for place, slo in enumerate(slos):
+        if slo in made_for:
+            ordered.append(made_for[slo])
+        ordered += [split, colocated[slo]] if place == 0 else [colocated[slo]]
+    return list({way.name: way for way in ordered}.values())
 
 
 def running_server(name: str, target: Target) -> Foreign:

@@ -2,13 +2,15 @@
 
 Decides what a mode's figure is. Of each way and rate it is the median of the repeats; a mode has
 the best of its ways and rates. Taking the best of every single repeat would reward chance, and most
-where most ways were tried.
+where most ways were tried. Modes are compared within a repeat, where they ran one after the other;
+of these ratios the median counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -56,6 +58,12 @@ def conclude(
     found = points(runs)
     modes = list(dict.fromkeys(point.mode for point in found))
     values = {slo: {mode: of_mode(found, mode, slo) for mode in modes} for slo in slos}
+    rates = sorted({point.rate for point in found})
+    ratios = {
+        (rate, slo): ratio
+        for rate, slo in product(rates, slos)
+        if (ratio := to_better_pure(found, slo, rate)) is not None
+    }
     best = {
         f"{multiple:g}": {mode: value[0] for mode, value in values[slo].items()}
         for slo, multiple in zip(slos, multiples, strict=True)
@@ -89,11 +97,11 @@ def conclude(
                     for slo in slos
                 ],
             },
-            _by_rate(found, modes, slos, unit),
+            _by_rate(found, modes, slos, unit, ratios),
             *_forecasts(found),
             _ways(found),
         ],
-        "advice": advice(best, even, itl_ms),
+        "advice": advice([middle for middle, *_ in ratios.values()], even, itl_ms),
     }
 
 
@@ -141,8 +149,8 @@ def break_even(found: Points, ttft_ms: float, itl_ms: float) -> float:
     return float("inf") if last == len(GRID) - 1 else round(itl_ms * GRID[last], 2)
 
 
-def advice(best: Mapping[str, Mapping[str, float]], even: float | None, itl_ms: float) -> str:
-    """Return one sentence of advice."""
+def advice(ratios: Sequence[float], even: float | None, itl_ms: float) -> str:
+    """Return one sentence of advice; ``ratios``: of adaptive goodput to the better pure mode's."""
     if even is None:
         words = "Nothing was compared with colocated workers"
     elif even == 0:
@@ -160,19 +168,34 @@ def advice(best: Mapping[str, Mapping[str, float]], even: float | None, itl_ms: 
             f"Split only where gaps must stay within {even:g} ms ({even / itl_ms:.1f} x the "
             "undisturbed ITL); where they may be longer, tuned colocated workers are better"
         )
-    ratios = [ratio for values in best.values() if (ratio := to_better_pure(values)) is not None]
     if ratios:
         words += (
             f"; the adaptive mode gave {min(ratios):.2f} to {max(ratios):.2f} of the better one of "
-            "both"
+            "both, by rate and bound"
         )
     return words + "."
 
 
-def to_better_pure(values: Mapping[str, float]) -> float | None:
-    """Return adaptive goodput by the better pure mode's; ``None``: there is nothing to compare."""
-    pure = max(values.get(SPLIT, 0.0), values.get(COLOCATED, 0.0))
-    return values[ADAPTIVE] / pure if ADAPTIVE in values and pure > 0 else None
+def to_better_pure(found: Points, slo: Slo, rate: float) -> tuple[float, float, float] | None:
+    """Return adaptive goodput by that of the pure mode that is better here: median, least and most
+    of the repeats. ``None``: there is nothing to compare.
+
+    The better one is the pure way with the best median; a repeat in which it had nothing is left
+    out.
+    """
+    there = {point: runs for point, runs in found.items() if point.rate == rate and point.fits(slo)}
+    pure = [point for point in there if point.mode in (SPLIT, COLOCATED)]
+    adaptive = [point for point in there if point.mode == ADAPTIVE]
+    if not pure or not adaptive:
+        return None
+    better = max(pure, key=lambda point: median(per_cost(run, slo) for run in there[point]))
+    theirs = {run.settings["repeat"]: per_cost(run, slo) for run in there[better]}
+    ratios = [
+        per_cost(run, slo) / their
+        for run in there[adaptive[0]]
+        if (their := theirs.get(run.settings["repeat"], 0.0)) > 0
+    ]
+    return (median(ratios), min(ratios), max(ratios)) if ratios else None
 
 
 def tuned(found: Points, slo: Slo) -> str:
@@ -215,21 +238,21 @@ def tuning_table(found: Points, slos: Sequence[Slo], mode: str) -> dict[str, Any
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def _by_rate(found: Points, modes: Sequence[str], slos: Sequence[Slo], unit: str) -> dict[str, Any]:
+def _by_rate(
+    found: Points,
+    modes: Sequence[str],
+    slos: Sequence[Slo],
+    unit: str,
+    ratios: Mapping[tuple[float, Slo], tuple[float, float, float]],
+) -> dict[str, Any]:
     """Return each mode's goodput at every rate, and what of the better pure mode adaptive gave."""
     rows = []
     for rate in sorted({point.rate for point in found}):
         for slo in slos:
-            values = {mode: of_mode(found, mode, slo, rate)[0] for mode in modes}
-            ratio = to_better_pure(values)
-            cells = [f"{values[mode]:.3g}" for mode in modes]
+            cells = [f"{of_mode(found, mode, slo, rate)[0]:.3g}" for mode in modes]
+            ratio = ratios.get((rate, slo))
             rows.append(
-                [
-                    f"{rate:g}/s",
-                    f"{slo.gap_ms:g} ms",
-                    *cells,
-                    "-" if ratio is None else f"{ratio:.2f}",
-                ]
+                [f"{rate:g}/s", f"{slo.gap_ms:g} ms", *cells, _cell(*ratio) if ratio else "-"]
             )
     return {
         "title": f"goodput/s per {unit} by rate, medians",
