@@ -178,7 +178,7 @@ def test_small_requests_pass_a_big_one_a_bounded_number_of_times() -> None:
 
 def test_a_new_request_waits_here_for_a_row_in_decodes_steps() -> None:
     """There it would have its first token, and the second one when somebody else is over. One whose
-    attempt was lost does not: its client waits in the middle of the answer."""
+    attempt was lost does not if its client waits in the middle of the answer."""
     play = Router(workers=(D,), batch_sequences_max=2, blocks=1_000)
     play.ready(D, running=1, blocks=1_000)
     play.place(spec("r", tokens=1), prefill=None)
@@ -186,8 +186,21 @@ def test_a_new_request_waits_here_for_a_row_in_decodes_steps() -> None:
     play.failed(D, Reason.DECODE_ERROR, *cancels(D), FENCE)
     play.ready(D, running=2, blocks=1_000)
     play.wait(0.5)
-    play.retried(call(PlaceRequest, request_id="r", epoch=2))
+    play.retried(call(PlaceRequest, request_id="r", epoch=2), output=b"\x07\0\0\0")
     play.ready(D, call(PlaceRequest, request_id="b"), running=0, blocks=1_000)
+
+
+def test_a_lost_attempt_without_a_token_waits_here_for_a_row_as_well() -> None:
+    """Its client has nothing yet: placed without a row it would have one token, and then none for
+    as long as others' answers last. A prefill worker that changes its role leaves such requests."""
+    play = Router(workers=(D,), batch_sequences_max=2, blocks=1_000)
+    play.ready(D, running=1, blocks=1_000)
+    play.place(spec("r", tokens=1), prefill=None)
+    play.failed(D, Reason.DECODE_ERROR, *cancels(D), FENCE)
+    play.ready(D, running=2, blocks=1_000)
+    play.wait(0.5)
+    play.retried()
+    play.ready(D, call(PlaceRequest, request_id="r", epoch=2), running=1, blocks=1_000)
 
 
 def test_prompts_wait_here_rather_than_at_prefill() -> None:

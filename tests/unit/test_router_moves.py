@@ -149,6 +149,13 @@ def test_without_another_decode_it_runs_on_where_it_is() -> None:
     play.ready(D1, MOVED, *cancels(P), FENCE, free=8)
 
 
+def test_without_a_row_in_anothers_steps_it_runs_on_where_it_is() -> None:
+    """There its client would wait until somebody else's answer ends."""
+    play = moving(batch_sequences_max=2)
+    play.ready(D1, running=2)
+    play.ready(D1, MOVED, *cancels(P), FENCE, running=1)
+
+
 def test_one_request_at_a_time_is_on_its_way() -> None:
     """The room at its next place is counted before another one follows; a few are imported at a
     time."""

@@ -158,6 +158,11 @@ class Entry:
         return self.placed_once or self.epoch > 1 or self.phase in (Phase.FENCING, Phase.RETRYING)
 
     @property
+    def answering(self) -> bool:
+        """Whether its client waits in the middle of an answer, as far as is known here."""
+        return self.tokens > self.spec.prompt_tokens
+
+    @property
     def remaining(self) -> int:
         """Output tokens it may still produce."""
         return self.spec.prompt_tokens + self.spec.max_tokens - self.tokens

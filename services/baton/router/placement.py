@@ -272,11 +272,12 @@ class Placement:
         return any(self._fits(view, entry) for view in self._usable(Role.DECODE, now))
 
     def could_move(self, entry: Entry, now: float) -> bool:
-        """Whether another decode worker could import what its own has, and has room for it."""
+        """Whether another decode worker could import what its own has, and has room for it and a
+        row: where it is, it has one."""
         assert entry.decode is not None
         host = self.workers[entry.decode].host
         return any(
-            view.host == host and view.peer != entry.decode and self._fits(view, entry)
+            view.host == host and view.peer != entry.decode and self._fits(view, entry, row=True)
             for view in self._usable(Role.DECODE, now)
         )
 
@@ -319,11 +320,12 @@ class Placement:
         size = max(1, view.status.block_size)
         return -(-entry.tokens // size)
 
-    def _fits(self, view: WorkerView, entry: Entry) -> bool:
+    def _fits(self, view: WorkerView, entry: Entry, *, row: bool = False) -> bool:
+        """``row``: it goes nowhere without a row in decode's steps."""
         status = view.status
         whole = entry.tokens + max(0, entry.remaining)
         there, most = held(view), self.limits.reservations_max
-        if not entry.begun:
+        if row or not (entry.answering or entry.source):
             # Without a row in a step its first token would be followed by a wait for others' last.
             most = min(most, self.limits.batch_sequences_max)
         if there >= most or view.capacity_tokens < whole:
