@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from baton.runtime.dirs import arenas_name
 from baton.runtime.roles import kept_role
 from support.cluster_client import metric
 from support.load import Load
@@ -41,9 +41,8 @@ def _roles(cluster: OpsCluster) -> dict[str, str]:
 
 def _arenas(cluster: OpsCluster) -> set[str]:
     """Return whose arenas there are."""
-    name = cluster.run_dir.name.rpartition("-")[2]
-    found = Path("/dev/shm").glob(f"baton-*{name}-*.arena")
-    return {path.stem.partition(f"{name}-")[2] for path in found}
+    name = arenas_name("", cluster.run_dir)
+    return {path.stem.partition(f"{name}-")[2] for path in cluster.arenas()}
 
 
 def _change(cluster: OpsCluster, worker: str, role: str) -> None:

@@ -105,7 +105,7 @@ def started() -> Iterator[Host]:
             if host.popen.poll() is None:
                 host.popen.send_signal(signal.SIGTERM)
             host.popen.wait(60)
-            for arena in Path("/dev/shm").glob(f"baton-{_cluster_name(folder)}-*.arena"):
+            for arena in Path("/dev/shm").glob(f"baton-{_cluster_name(folder)}.*.arena"):
                 arena.unlink()
 
 
@@ -156,5 +156,5 @@ def test_the_steps_lead_to_a_cluster_and_the_commands_do_what_they_say() -> None
 
         host.control("shutdown")
         assert host.popen.wait(60) == 0
-        arenas = list(Path("/dev/shm").glob(f"baton-{_cluster_name(host.folder)}-*.arena"))
+        arenas = list(Path("/dev/shm").glob(f"baton-{_cluster_name(host.folder)}.*.arena"))
         assert arenas == []

@@ -20,6 +20,7 @@ from baton.cli.processes import ProcessName, members, name_of
 from baton.cli.settings_file import free_port
 from baton.cli.status import gather
 from baton.runtime.config import load
+from baton.runtime.dirs import arenas_name
 
 ROOT = Path(__file__).resolve().parents[2]
 BATON = [sys.executable, "-m", "baton.cli.main"]
@@ -128,8 +129,12 @@ class OpsCluster:
         """Return processes, sockets and arenas of this cluster that are there now."""
         found = [f"pid {process.pid}" for process in members(self.run_dir)]
         found += [str(path) for path in self.run_dir.glob("*") if path.name != "logs"]
-        suffix = self.run_dir.name.rpartition("-")[2]
-        return found + [str(path) for path in Path("/dev/shm").glob(f"baton-*{suffix}-*.arena")]
+        return found + [str(path) for path in self.arenas()]
+
+    def arenas(self) -> list[Path]:
+        """Return the arena files of this cluster."""
+        name = arenas_name("*", self.run_dir)
+        return sorted(Path("/dev/shm").glob(f"baton-{name}-*.arena"))
 
     def logs(self) -> str:
         """Return the end of every log, for a failed assertion."""

@@ -35,6 +35,7 @@ def record_of(arena: SharedArena) -> ClusterRecord:
         boot_id="b",
         baton_version="0",
         settings_source="",
+        arenas="test",
     )
 
 

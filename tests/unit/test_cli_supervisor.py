@@ -11,6 +11,7 @@ from supervisor.options import ServerOptions
 
 from baton.cli import settings_file, supervisor
 from baton.runtime.config import load
+from baton.runtime.dirs import arenas_name
 
 HARD_PATH = "a dir ; with # hard %(x)s 'names'"
 
@@ -122,7 +123,7 @@ def test_every_setting_survives_the_file(tmp_path: Path) -> None:
 
 
 def test_two_places_get_two_names_and_a_port_is_chosen(tmp_path: Path) -> None:
-    """Two checkouts share no arena file; port 0 becomes a number all processes know."""
+    """Two checkouts are told apart; port 0 becomes a number all processes know."""
     config = load(None, {"BATON_GATEWAY_PORT": "0"})
     one = settings_file.resolve(config, Path("/tmp/baton-0-aaaaaaaa"))
     two = settings_file.resolve(config, Path("/tmp/baton-0-bbbbbbbb"))
@@ -130,6 +131,18 @@ def test_two_places_get_two_names_and_a_port_is_chosen(tmp_path: Path) -> None:
     assert one.gateway.port > 0
     named = load(None, {"BATON_CLUSTER_NAME": "mine"})
     assert settings_file.resolve(named, tmp_path).cluster.name == "mine"
+
+
+def test_clusters_of_one_name_have_arenas_of_their_own(tmp_path: Path) -> None:
+    """Wherever they are: one would take the other's memory over as its own. A link to a place is
+    that place, and no name is the beginning of another."""
+    places = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "b-run"]
+    names = [arenas_name(cluster, place) for place in places for cluster in ("x", "x-decode-0")]
+    assert len(set(names)) == 6
+    assert not any(one != other and other.startswith(f"{one}-") for one in names for other in names)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "c").symlink_to(tmp_path / "a")
+    assert arenas_name("x", tmp_path / "c" / "run") == names[0]
 
 
 def test_only_what_is_said_now_and_differs_is_a_difference(tmp_path: Path) -> None:

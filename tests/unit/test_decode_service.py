@@ -19,6 +19,7 @@ from baton.ports.driving import RecordStep
 from baton.runtime import config as configuration
 from baton.runtime.clock import BootClock
 from baton.runtime.cores import Placement
+from baton.runtime.dirs import arenas_name
 from baton.runtime.service import Context, Service
 from baton.runtime.worker import Loaded
 from support.channel_fixtures import shared_directory
@@ -73,7 +74,7 @@ class Host:
         self.starts += 1
         model, me = self.loaded.model, Peer("decode-0", self.starts)
         layout = model.layout
-        place = self.config.arena.dir, self.config.cluster.name
+        place = self.config.arena.dir, arenas_name(self.config.cluster.name, self.run_dir)
         arena = SharedArena.open(*place, me, layout, model.compat, size_mb=1)
         (found,) = arena.checksums([BlockCheck(0, 0, layout.block_size, NAME)])
         arena.mark([BlockMark(0, BlockState.RESIDENT, 1, chain=NAME, checksum=found)])

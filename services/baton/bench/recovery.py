@@ -86,7 +86,7 @@ def _killed(cluster: BenchCluster, asked: Streams, way: str, prompt: list[int]) 
     placed = cluster.events("router-0", "placed")[-1]
     victim = str(placed["decode"]).partition("/")[0]
     if way == "prefill":
-        for path in Path("/dev/shm").glob(f"baton-bench-{os.getpid()}-{victim}.arena"):
+        for path in Path("/dev/shm").glob(f"baton-bench-{os.getpid()}.*-{victim}.arena"):
             path.unlink()
     killed_at = time.monotonic()
     os.kill(pids[victim], signal.SIGSTOP if way == "frozen" else signal.SIGKILL)

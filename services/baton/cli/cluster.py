@@ -32,7 +32,7 @@ from baton.core.ids import Role
 from baton.ledger.embedded import LedgerBinaryMissing, SocketPathTooLong
 from baton.runtime.config import load, worker_ids
 from baton.runtime.cores import plan_cores
-from baton.runtime.dirs import cache_dir, run_dir, run_dir_path
+from baton.runtime.dirs import arenas_name, cache_dir, run_dir, run_dir_path
 from baton.runtime.settings import Config
 
 #: Orphans of a killed supervisor end by themselves in 5 s; this is more than that.
@@ -175,6 +175,7 @@ class Cluster:
             if gateway.uds
             else f"http://{host}:{gateway.port}",
             arena_dir=self.config.arena.dir,
+            arenas=arenas_name(self.config.cluster.name, self.run_dir),
             supervisor_pid=pid,
             supervisor_started=started(pid) or 0,
             boot_id=record.boot_id(),

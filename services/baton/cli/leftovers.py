@@ -59,11 +59,11 @@ def remove_arenas(record: ClusterRecord, keep: Collection[str] = ()) -> list[str
     A worker that starts again under its old name takes over its own arena. One that was killed
     holds its lock until the kernel has taken its memory down, a moment after the process is gone.
     """
-    prefix = f"baton-{record.name}-"
+    prefix = f"baton-{record.arenas}-"
     deadline = time.monotonic() + _UNMAP_S
     while True:
         alive = []
-        for path in arenas(Path(record.arena_dir), record.name):
+        for path in arenas(Path(record.arena_dir), record.arenas):
             if path.name.removeprefix(prefix).removesuffix(".arena") in keep:
                 continue
             try:
@@ -82,7 +82,7 @@ def ownerless(run_dir: Path, record: ClusterRecord) -> frozenset[Known]:
     stop when there never was one.
     """
     dead = [path for path in run_dir.glob("*.sock") if not _answers(path)]
-    dead += [path for path in arenas(Path(record.arena_dir), record.name) if not _is_owned(path)]
+    dead += [path for path in arenas(Path(record.arena_dir), record.arenas) if not _is_owned(path)]
     return frozenset(_known(path) for path in dead)
 
 
@@ -91,7 +91,7 @@ def found_after_stop(run_dir: Path, record: ClusterRecord, crashed: Collection[K
     found = [f"process {describe(process.pid)}" for process in members(run_dir)]
     for what, paths in (
         ("socket", sorted(run_dir.glob("*.sock"))),
-        ("arena", arenas(Path(record.arena_dir), record.name)),
+        ("arena", arenas(Path(record.arena_dir), record.arenas)),
     ):
         found += [f"{what} {path}" for path in paths if _known(path) not in crashed]
     return found

@@ -29,6 +29,8 @@ class ClusterRecord(msgspec.Struct, frozen=True):
     baton_version: str
     settings_source: str
     """The configuration file that was read; empty: none."""
+    arenas: str = ""
+    """What its arena files are called after (``dirs.arenas_name``)."""
 
     @property
     def supervisor(self) -> ProcessName:
@@ -47,12 +49,14 @@ def boot_id() -> str:
 def read(run_dir: Path) -> ClusterRecord | None:
     """Return the record of the last start, running or not; ``None``: stopped in good order."""
     try:
-        return msgspec.json.decode((run_dir / RECORD_NAME).read_bytes(), type=ClusterRecord)
+        found = msgspec.json.decode((run_dir / RECORD_NAME).read_bytes(), type=ClusterRecord)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except msgspec.MsgspecError:
         # Half a record is what a kill in the middle of `up` leaves: nothing to trust.
         return None
+    # A cluster that an older version started called them after its name alone.
+    return found if found.arenas else msgspec.structs.replace(found, arenas=found.name)
 
 
 def write(run_dir: Path, record: ClusterRecord) -> None:

@@ -140,7 +140,7 @@ def _holdings(
 
 def _arenas(found: ClusterRecord, unseen: list[str]) -> tuple[ArenaFile, ...]:
     arenas = []
-    for path in leftovers.arenas(Path(found.arena_dir), found.name):
+    for path in leftovers.arenas(Path(found.arena_dir), found.arenas):
         try:
             fd = open_arena(path)
         except FileNotFoundError:
@@ -149,10 +149,7 @@ def _arenas(found: ClusterRecord, unseen: list[str]) -> tuple[ArenaFile, ...]:
             unseen.append(f"arena {path}: {error}")
             continue
         try:
-            header = read_header(fd)
-            # Cluster "a" is not asked about the files of cluster "a-b".
-            if header.cluster == found.name:
-                arenas.append(_arena(path, fd, header))
+            arenas.append(_arena(path, fd, read_header(fd)))
         except (BadHeader, ValueError) as error:
             unseen.append(f"arena {path}: {error}")
         finally:

@@ -28,9 +28,9 @@ def resolve(
     """
     cluster = msgspec.structs.replace(config.cluster, run_dir=str(run_dir))
     if config.sources["cluster.name"] == "default":
-        # The name stands in the arena's file name: two checkouts must not share one.
-        digest = run_dir.name.rpartition("-")[2][:12]
-        cluster = msgspec.structs.replace(cluster, name=_cluster_name(f"baton-{digest}"))
+        # For people: in tables and logs two checkouts are told apart.
+        last = run_dir.name.rpartition("-")[2][:12]
+        cluster = msgspec.structs.replace(cluster, name=_cluster_name(f"baton-{last}"))
     gateway = config.gateway
     if not gateway.uds and gateway.port == 0:
         gateway = msgspec.structs.replace(gateway, port=free_port(gateway.host))

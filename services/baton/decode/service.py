@@ -19,6 +19,7 @@ from baton.decode.machine import DecodeMachine
 from baton.decode.takeover import TakenOver, take_stock
 from baton.decode.work import Turns, bring, probe, run_step, verify
 from baton.ports.driving import RecordStep
+from baton.runtime.dirs import arenas_name
 from baton.runtime.engine_thread import EngineThread
 from baton.runtime.model import ServedModel
 from baton.runtime.service import Context, Service
@@ -55,9 +56,8 @@ def build(context: Context) -> Service:
     engine, model = loaded.engine, loaded.model
     place = blocks_place(context, model)
     arena, pages, found = _open_arena(context, model, place)
-    sources = ShmSources(
-        config.arena.dir, config.cluster.name, model.layout, model.compat, place=place
-    )
+    cluster = arenas_name(config.cluster.name, context.run_dir)
+    sources = ShmSources(config.arena.dir, cluster, model.layout, model.compat, place=place)
     engine.attach(arena.ref.file_id, arena.memory)
     record = open_step_record(context)
     machine = DecodeMachine(
@@ -169,7 +169,7 @@ def _open_arena(
     began = clock.now()
     arena = SharedArena.open(
         config.arena.dir,
-        config.cluster.name,
+        arenas_name(config.cluster.name, context.run_dir),
         context.me,
         model.layout,
         model.compat,

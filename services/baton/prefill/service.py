@@ -11,6 +11,7 @@ from baton.ports.driving import RecordStep
 from baton.prefill.io import MapArena, RunChunk, UnmapArena
 from baton.prefill.machine import PrefillMachine
 from baton.prefill.work import ChunkWorker
+from baton.runtime.dirs import arenas_name
 from baton.runtime.engine_thread import EngineThread
 from baton.runtime.service import Context, Service
 from baton.runtime.worker import (
@@ -37,7 +38,8 @@ def build(context: Context) -> Service:
     """
     config = context.config
     # This worker may have been a decode worker, and have died as one: nobody takes it over now.
-    former = files.arena_path(Path(config.arena.dir), config.cluster.name, context.me.worker_id)
+    cluster = arenas_name(config.cluster.name, context.run_dir)
+    former = files.arena_path(Path(config.arena.dir), cluster, context.me.worker_id)
     if files.remove_unowned(former):
         context.log.info("arena_given_up", path=str(former))
     loaded = take_engine(context)

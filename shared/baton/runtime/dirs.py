@@ -74,6 +74,13 @@ def run_dir(config: Config, environ: Mapping[str, str] = os.environ) -> Path:
     return path
 
 
+def arenas_name(cluster: str, run_dir: Path) -> str:
+    """Return what tells the arena files of this cluster from those of every other one on the host,
+    whatever both are called: its name and its place."""
+    digest = hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest()[:8]
+    return f"{cluster}.{digest}"
+
+
 def inbox_path(directory: Path, worker_id: str) -> Path:
     """Return the socket at which ``worker_id`` receives messages."""
     return directory / f"{worker_id}.sock"

@@ -31,7 +31,7 @@ class ClusterConfig(Section, frozen=True):
     """Which processes there are."""
 
     name: Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,31}$")] = "baton"
-    """Name of this cluster: small letters, digits and dashes, at most 32."""
+    """Name of this cluster, for people: small letters, digits and dashes, at most 32."""
     run_dir: str = ""
     """Directory of sockets and logs, mode 0700. Empty: below `$XDG_RUNTIME_DIR` or `/tmp`."""
     mode: Literal["split", "adaptive", "colocated"] = "split"
