@@ -515,6 +515,20 @@ def test_an_id_that_no_event_has_is_refused(first: GatewayCluster, last: str) ->
     assert resumed(first, token).content == said
 
 
+def test_an_id_beyond_all_that_may_come_is_refused_at_once(first: GatewayCluster) -> None:
+    """Also while the answer is being made: nobody waits for its end to hear that, and who reads it
+    goes on."""
+    first.script.ids = tuple(b"abc" * 100)
+    first.script.step_s = 0.02
+    with open_stream(first, CHAT | {"max_tokens": 300}) as response:
+        read_events(response, 5)
+        token = response.headers["x-baton-resume-token"]
+        answer = resumed(first, token, "303")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "event_id_unknown"
+        read_events(response, 5)
+
+
 def test_secrets_and_prompts_are_in_no_log_and_secrets_not_in_the_ledger(
     first: GatewayCluster,
 ) -> None:

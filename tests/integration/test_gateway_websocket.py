@@ -456,6 +456,33 @@ def test_several_responses_are_resumed_on_another_socket(cluster: GatewayCluster
     assert sorted(ends) == ["cancelled", "completed", "completed"]
 
 
+def test_an_id_that_no_event_has_is_an_error_of_the_message(cluster: GatewayCluster) -> None:
+    """Of the message, not of the response: that did not fail, and can be read from its start. One
+    that could not be in any such answer is told at once, before the earlier reader loses it."""
+
+    async def talk(ws: ClientConnection) -> None:
+        await ws.send(create("word", resume_s=20, max_output_tokens=400))
+        (said,) = (await until_ended(ws, 1)).values()
+        token = said[0]["resume_token"]
+        for last in ("300", "403"):
+            await ws.send(resume(token, last, stream_id="x"))
+            wrong = [event async for event in first_of(ws)]
+            assert wrong[-1]["type"] == "error" and wrong[-1]["status"] == 400
+            assert wrong[-1]["error"]["code"] == "event_id_unknown"
+            assert all(event["type"] not in TERMINAL for event in wrong)
+        await ws.send(resume(token))
+        (again,) = (await until_ended(ws, 1)).values()
+        assert text_of(again) == "word. " * 20
+
+    async def first_of(ws: ClientConnection) -> AsyncIterator[dict[str, Any]]:
+        async for event in events(ws):
+            yield event
+            if event["type"] == "error" or event["type"] in TERMINAL:
+                return
+
+    run(cluster, talk)
+
+
 def test_a_response_read_on_two_sockets_is_the_later_ones(cluster: GatewayCluster) -> None:
     """The earlier socket hears how it ended there, and stays open."""
 

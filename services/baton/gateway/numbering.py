@@ -10,7 +10,7 @@ of the closing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,8 @@ from baton.gateway.generation import Part
 
 #: Longer ids are no ids of ours: 64 choices of up to ten digits, and the suffix.
 ID_CHARS_MAX = 720
+#: Steps after the last token: the text that was held back, and the finish.
+LAST_STEPS = 2
 Numbered = Iterator[tuple[str, Event]]
 
 
@@ -36,32 +38,41 @@ class Position:
         return f"{text}+{self.suffix}" if self.suffix else text
 
 
-def read_position(text: str, choices: int) -> Position:
-    """Return the position that an event's id names.
+class NoSuchEvent(ApiError):
+    """A client says that it has an event which its answer never had."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(
+            400,
+            f"no event of this answer has the id {text[:80]!r}; leave it out to begin from the "
+            "start",
+            "last_event_id",
+            "event_id_unknown",
+        )
+
+
+def read_position(text: str, tokens_max: Sequence[int]) -> Position:
+    """Return the position that an event's id names; ``tokens_max``: of each choice, at most.
 
     Raises:
-        ApiError: no event of this answer has such an id.
+        NoSuchEvent: no event of this answer can have such an id.
     """
     steps, plus, suffix = text.partition("+")
     counts = steps.split(".")
     digits = [*counts, suffix] if plus else counts
-    usable = len(text) <= ID_CHARS_MAX and len(counts) == choices
+    usable = len(text) <= ID_CHARS_MAX and len(counts) == len(tokens_max)
     if not usable or not all(_is_count(each) for each in digits):
-        raise _no_such_event(text)
-    return Position(tuple(int(each) for each in counts), int(suffix or 0))
+        raise NoSuchEvent(text)
+    position = Position(tuple(int(each) for each in counts), int(suffix or 0))
+    if any(
+        count > most + LAST_STEPS for count, most in zip(position.steps, tokens_max, strict=True)
+    ):
+        raise NoSuchEvent(text)
+    return position
 
 
 def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 10
-
-
-def _no_such_event(text: str) -> ApiError:
-    return ApiError(
-        400,
-        f"no event of this answer has the id {text[:80]!r}; leave it out to begin from the start",
-        "last_event_id",
-        "event_id_unknown",
-    )
 
 
 class Labels(Protocol):
@@ -106,6 +117,7 @@ class Numbering:
         self._suffix = after.suffix if after is not None else -1
         """Of the last event that the client has; counts at both ends of the answer only."""
         self._has_begun = any(self._steps)
+        self._after = after
 
     def opening(self, events: list[Event]) -> Numbered:
         if self._has_begun:
@@ -118,12 +130,12 @@ class Numbering:
         """Label the event of one step.
 
         Raises:
-            ApiError: the client says that it has more than there is.
+            NoSuchEvent: the client says that it has more than there is.
         """
         assert len(events) <= 1, "two events of one step"
         if part.step <= self._steps[part.index]:
             if part.finish is not None and part.step < self._steps[part.index]:
-                raise _no_such_event(str(Position(tuple(self._steps))))
+                raise NoSuchEvent(str(self._after))
             return
         self._steps[part.index] = part.step
         self._suffix = 0

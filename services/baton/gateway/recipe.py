@@ -72,6 +72,10 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
             return [self.request_id]
         return [f"{self.request_id}-{index}" for index in range(self.choices)]
 
+    def tokens_max(self) -> list[int]:
+        """Return how many output tokens each choice may have, by index."""
+        return [prompt.max_tokens for prompt in self.prompts for _ in range(self.wish.n)]
+
     def specs(
         self, gateway: Peer, deadline_ms: int, traceparent: str = "", resume_ms: int = 0
     ) -> Iterator[RequestSpec]:

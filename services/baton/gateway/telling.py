@@ -206,7 +206,7 @@ def _ready(
             raise _lost()
         if stream_only and not recipe.wish.stream:
             raise _no_stream()
-        after = read_position(last_event_id, recipe.choices) if last_event_id else None
+        after = read_position(last_event_id, recipe.tokens_max()) if last_event_id else None
     except ApiError:
         exchange.unread(ready.resumable_id)
         raise

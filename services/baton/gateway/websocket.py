@@ -22,7 +22,7 @@ from baton.gateway.asgi import Receive, Request, Send, WriteGuard
 from baton.gateway.errors import ApiError, resumed_elsewhere
 from baton.gateway.fields import Fields, parse_object
 from baton.gateway.generation import ClientLeft
-from baton.gateway.numbering import Numbered, unlabelled
+from baton.gateway.numbering import NoSuchEvent, Numbered, unlabelled
 from baton.gateway.response_format import ResponseFormat
 from baton.gateway.responses import response_recipe
 from baton.gateway.serving import Serving
@@ -226,6 +226,9 @@ class _Socket:
             while not generation.done:
                 for part in await generation.parts(self._serving.limits.keepalive_ms / 1000):
                     await self._events(telling, labels.part(part, form.part(part)), stream_id)
+        except NoSuchEvent as error:
+            await self._error(error, stream_id)  # the message was wrong; the response is not
+            return
         except ApiError as error:
             await self._events(telling, unlabelled(form.failure(error)), stream_id)
             return
