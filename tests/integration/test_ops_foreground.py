@@ -137,7 +137,7 @@ def test_a_restart_is_told_and_an_interrupt_without_a_terminal_ends_with_exit_co
         make = _start(cluster, _makefile(tmp_path), output)
         prefill = cluster.process("prefill-0")
         prefill.send(signal.SIGKILL)
-        told = f"prefill-0 (pid {prefill.pid}) ended and was started again"
+        told = f"prefill-0 (pid {prefill.pid}) was started again"
         wait_until(lambda: told in output.read_text(), 20.0, told)
         _command(make).send(signal.SIGINT)
         assert make.wait(timeout=30) == 0

@@ -11,10 +11,13 @@ import pytest
 
 from baton.bench.cluster import BenchError
 from baton.bench.load import modes, report, verdict
+from baton.bench.load.asking import AskPlan
+from baton.bench.load.generator import LoadPlan
 from baton.bench.load.page import page
 from baton.bench.load.results import Result, ResultError, Row, Run, ServerFigures, Slo, Spread
-from baton.bench.load.running import Done
+from baton.bench.load.running import Done, RunPlan, Target
 from baton.bench.load.slices import Slices
+from baton.bench.load.workload import WorkloadPlan
 from support.bench_results import result
 
 ITL_MS = 10.0
@@ -132,6 +135,38 @@ def test_what_is_compared_takes_turns_side_by_side() -> None:
         *("a adaptive for 2", "a adaptive for 3", "m loose"),
     ]
     assert modes.in_turn(slos, split, best, []) == [split, tight, loose]
+
+
+def test_where_nothing_was_good_there_is_no_advice() -> None:
+    """And no best mode; several that are as good are named together."""
+    found = conclude(run("split", 12.0, 0), run("colocated", 12.0, 0))
+    assert str(found["advice"]).startswith("No advice: at no rate was a request good")
+    tables = found["tables"]
+    assert isinstance(tables, list)
+    assert [row[-1] for row in tables[0]["rows"]] == ["-", "-"]
+    even = conclude(run("split", 12.0, 9), run("colocated", 12.0, 9))["tables"]
+    assert isinstance(even, list)
+    assert [row[-1] for row in even[0]["rows"]] == ["split = colocated"] * 2
+
+
+def test_slices_are_of_one_cluster_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of other settings, whichever, wherever they stand, they are those of another plan."""
+    plan = RunPlan(
+        target=Target(url=""),
+        workload=WorkloadPlan(),
+        load=LoadPlan(),
+        ask=AskPlan(),
+        slos=(),
+    )
+    made = modes.ModesPlan(run=plan, rates=(1.0,), ttft_ms=1.0)
+    usual = made.told()
+    monkeypatch.setenv("BATON_LIMITS_BATCH_SEQUENCES_MAX", "1")
+    assert made.told() != usual
+    monkeypatch.delenv("BATON_LIMITS_BATCH_SEQUENCES_MAX")
+    other = tmp_path / "other.toml"
+    other.write_text('[model]\npath = "another"\n')
+    assert replace(made, settings={"BATON_CONFIG": str(other)}).told() != usual
+    assert made.told() == usual
 
 
 def test_the_best_of_many_lucky_repeats_is_no_figure() -> None:

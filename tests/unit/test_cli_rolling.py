@@ -101,8 +101,8 @@ def test_each_line_of_progress_says_whose_it_is() -> None:
     old = row("decode-0", report=busy)
     assert stage(old, 7) == "the old incarnation still runs (draining, 2 running)"
     between = row("decode-0", incarnation=None)
-    assert stage(between, 7) == "the old incarnation has ended, the new one starts"
-    assert stage(between, None) == "the new one starts"
+    assert stage(between, 7) == "the old incarnation has ended"
+    assert stage(between, None) == "it starts"
     new = row("decode-0", incarnation=8, report={"ready": False})
     assert stage(new, 7) == "the new incarnation is not ready yet"
     new["report"] = {"ready": True}

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -113,11 +113,14 @@ def bench_cluster(
             **settings,
         }
         with term_interrupts():
+            started = False
             try:
                 _run(environ, command, "start")
+                started = True
                 yield BenchCluster(port, run_dir, _model(port), settings, environ)
             finally:
-                with undisturbed():
+                # Why it did not start is what there is to say, not why it could not be stopped.
+                with undisturbed(), nullcontext() if started else suppress(BenchError):
                     _run(environ, (*COMMAND, "down"), "stop")
 
 

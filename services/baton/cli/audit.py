@@ -105,7 +105,7 @@ def audit(config: Config, *, as_json: bool) -> int:
     cluster = Cluster(config, os.environ, warn)
     found = cluster.running()
     if found is None:
-        raise no_cluster(config)
+        raise no_cluster(config, UNSEEN)
     settings = cluster.started_with()
     verdict = watch(lambda: take(cluster.run_dir, found, settings), settings.limits)
     if as_json:

@@ -17,8 +17,13 @@ from typing import Any
 
 from baton.cli.client import no_cluster
 from baton.cli.cluster import Cluster
+from baton.cli.numbers import above_zero, at_least_zero, count, many, share, whole
 from baton.cli.terminal import CommandError, ExitCode, say, table
+from baton.core.ids import Role, WorkerRole
 from baton.runtime.settings import Config
+
+#: What a worker that has a price may be.
+KINDS = (*(str(role) for role in Role if role is not Role.CLI), str(WorkerRole.MIXED))
 
 Command = Callable[[Config, argparse.Namespace], int]
 Add = Callable[..., argparse.ArgumentParser]
@@ -62,9 +67,9 @@ def add(commands: Any, add_command: Add) -> None:
     )
     _add_load(search)
     search.add_argument(
-        "--attainment", type=float, default=0.9, metavar="SHARE", help="that must meet it (0.9)"
+        "--attainment", type=share, default=0.9, metavar="SHARE", help="that must meet it (0.9)"
     )
-    search.add_argument("--probes", type=int, default=9, metavar="N", help="most runs (9)")
+    search.add_argument("--probes", type=count, default=9, metavar="N", help="most runs (9)")
     show = add_command(bench, "show", _show, "print a result")
     show.add_argument("file", type=Path)
     _add_output(show)
@@ -99,7 +104,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="what it does not tell itself; with --url dtype and limits must be given",
     )
-    server.add_argument("--cores", type=float, default=0.0, metavar="N", help="it may use so many")
+    server.add_argument(
+        "--cores", type=at_least_zero, default=0.0, metavar="N", help="it may use so many"
+    )
     server.add_argument(
         "--price", action="append", default=[], metavar="KIND=X", help="of a worker, by kind"
     )
@@ -108,23 +115,23 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--arrivals", choices=("closed", "poisson", "gamma", "trace"), default="closed"
     )
-    load.add_argument("--concurrency", type=int, default=1, metavar="N", help="closed loop (1)")
-    load.add_argument("--rate", type=float, metavar="R", help="sessions a second, open loop")
+    load.add_argument("--concurrency", type=count, default=1, metavar="N", help="closed loop (1)")
+    load.add_argument("--rate", type=above_zero, metavar="R", help="sessions a second, open loop")
     load.add_argument(
         "--burstiness",
-        type=float,
+        type=above_zero,
         default=1.0,
         metavar="B",
         help="gamma: 1 is Poisson, below it burstier",
     )
     _add_time(load)
     load.add_argument(
-        "--requests", type=int, default=0, metavar="N", help="end the window after so many"
+        "--requests", type=whole, default=0, metavar="N", help="end the window after so many"
     )
-    load.add_argument("--slo-ttft", type=float, default=2_000.0, metavar="MS", help="(2000)")
+    load.add_argument("--slo-ttft", type=above_zero, default=2_000.0, metavar="MS", help="(2000)")
     load.add_argument(
         "--slo-gap",
-        type=float,
+        type=above_zero,
         nargs="+",
         action="extend",
         metavar="MS",
@@ -141,26 +148,60 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
     _add_workload(parser)
     load = parser.add_argument_group("load")
     load.add_argument("--arrivals", choices=("poisson", "gamma", "trace"), default="poisson")
-    load.add_argument("--burstiness", type=float, default=1.0, metavar="B", help="gamma")
-    load.add_argument("--rates", default="1,2,4", metavar="R,R", help="sessions a second (1,2,4)")
+    load.add_argument("--burstiness", type=above_zero, default=1.0, metavar="B", help="gamma")
+    load.add_argument(
+        "--rates",
+        type=many(above_zero),
+        default=(1.0, 2.0, 4.0),
+        metavar="R,R",
+        help="sessions a second (1,2,4)",
+    )
     _add_time(load)
     modes = parser.add_argument_group("modes")
-    modes.add_argument("--slo-ttft", type=float, default=2_000.0, metavar="MS", help="(2000)")
-    modes.add_argument("--multiples", default="1.2,1.5,2,3,5", metavar="X,X")
-    modes.add_argument("--chunks", default="16,32,64,128,256,512,1024,2048", metavar="N,N")
-    modes.add_argument("--tune", type=float, default=15.0, metavar="S", help="each chunk size (15)")
-    modes.add_argument("--repeats", type=int, default=1, metavar="N", help="of everything (1)")
+    modes.add_argument("--slo-ttft", type=above_zero, default=2_000.0, metavar="MS", help="(2000)")
+    modes.add_argument(
+        "--multiples",
+        type=many(above_zero),
+        default=(1.2, 1.5, 2.0, 3.0, 5.0),
+        metavar="X,X",
+        help="bounds of a request's own p99 gap, in undisturbed gaps of the split (1.2,1.5,2,3,5)",
+    )
+    modes.add_argument(
+        "--chunks",
+        type=many(count),
+        default=(16, 32, 64, 128, 256, 512, 1_024, 2_048),
+        metavar="N,N",
+        help="chunk sizes that colocated workers are tried with (16,32,64,...,2048)",
+    )
+    modes.add_argument(
+        "--tune", type=above_zero, default=15.0, metavar="S", help="each chunk size (15)"
+    )
+    modes.add_argument("--repeats", type=count, default=1, metavar="N", help="of everything (1)")
     modes.add_argument(
         "--slices", type=Path, metavar="DIR", help="keep each run there; go on with what is there"
     )
     modes.add_argument(
-        "--minutes", type=float, default=float("inf"), metavar="M", help="begin nothing after it"
+        "--minutes",
+        type=above_zero,
+        default=float("inf"),
+        metavar="M",
+        help="begin nothing after it",
     )
-    modes.add_argument("--undisturbed", type=float, default=10.0, metavar="S", help="(10)")
+    modes.add_argument("--undisturbed", type=above_zero, default=10.0, metavar="S", help="(10)")
     foreign = parser.add_argument_group("foreign servers, which run already")
-    foreign.add_argument("--also", action="append", default=[], metavar="NAME=URL")
-    foreign.add_argument("--also-cores", type=float, default=0.0, metavar="N")
-    foreign.add_argument("--condition", action="append", default=[], metavar="NAME=VALUE")
+    foreign.add_argument(
+        "--also", action="append", default=[], metavar="NAME=URL", help="a column more"
+    )
+    foreign.add_argument(
+        "--also-cores", type=at_least_zero, default=0.0, metavar="N", help="each may use so many"
+    )
+    foreign.add_argument(
+        "--condition",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what they do not tell themselves; dtype and limits must be given",
+    )
     result = parser.add_argument_group("result")
     result.add_argument("--out", type=Path, metavar="FILE", help="write the result (JSON)")
     result.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -175,38 +216,55 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         choices=("fixed", "azure-code", "azure-conv", "mooncake", "servegen", "sharegpt"),
         default="fixed",
     )
-    work.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="fixed (512)")
-    work.add_argument("--output-tokens", type=int, default=128, metavar="N", help="fixed (128)")
-    work.add_argument("--prompt-scale", type=float, default=1.0, metavar="X", help="traces (1)")
-    work.add_argument("--output-scale", type=float, default=1.0, metavar="X", help="traces (1)")
-    work.add_argument("--prompt-max", type=int, default=1_000_000, metavar="N")
-    work.add_argument("--output-max", type=int, default=1_000_000, metavar="N")
-    work.add_argument("--context-max", type=int, default=1_000_000, metavar="N")
-    work.add_argument("--think", type=float, default=1.0, metavar="S", help="between turns (1)")
+    work.add_argument("--prompt-tokens", type=count, default=512, metavar="N", help="fixed (512)")
+    work.add_argument("--output-tokens", type=count, default=128, metavar="N", help="fixed (128)")
+    work.add_argument(
+        "--prompt-scale", type=above_zero, default=1.0, metavar="X", help="traces (1)"
+    )
+    work.add_argument(
+        "--output-scale", type=above_zero, default=1.0, metavar="X", help="traces (1)"
+    )
+    work.add_argument(
+        "--prompt-max", type=count, default=1_000_000, metavar="N", help="longest prompt"
+    )
+    work.add_argument(
+        "--output-max", type=count, default=1_000_000, metavar="N", help="longest answer"
+    )
+    work.add_argument(
+        "--context-max", type=count, default=1_000_000, metavar="N", help="most of both together"
+    )
+    work.add_argument(
+        "--think", type=at_least_zero, default=1.0, metavar="S", help="between turns (1)"
+    )
     work.add_argument(
         "--intrude", metavar="TOKENS@SECONDS", help="a prompt so long every so many seconds"
     )
     work.add_argument("--form", choices=("ids", "text", "chat"), default="ids", help="of prompts")
     work.add_argument("--ids", default="300-4000", metavar="LOW-HIGH", help="range of prompt ids")
     work.add_argument("--keep-eos", action="store_true", help="answers may end by themselves")
-    work.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals")
+    work.add_argument("--seed", type=whole, default=0, metavar="N", help="of lengths and arrivals")
     work.add_argument(
-        "--salt", type=int, metavar="N", help="of contents (default: drawn, so none is cached)"
+        "--salt", type=whole, metavar="N", help="of contents (default: drawn, so none is cached)"
     )
 
 
 def _add_time(load: Any) -> None:
     """Add the options that decide how long it takes."""
-    load.add_argument("--warmup", type=float, default=5.0, metavar="S", help="(5)")
-    load.add_argument("--duration", type=float, default=30.0, metavar="S", help="(30)")
+    load.add_argument("--warmup", type=at_least_zero, default=5.0, metavar="S", help="(5)")
+    load.add_argument("--duration", type=above_zero, default=30.0, metavar="S", help="(30)")
     load.add_argument(
-        "--grace", type=float, default=60.0, metavar="S", help="for what runs at the end (60)"
+        "--grace",
+        type=at_least_zero,
+        default=60.0,
+        metavar="S",
+        help="for what runs at the end (60)",
     )
 
 
 def _run(config: Config, options: argparse.Namespace) -> int:
     from baton.bench.load.measure import measure
 
+    _check_files(options)
     plan = _plan(config, options)
     return _measured(options, _answered(lambda: measure(plan)))
 
@@ -216,9 +274,25 @@ def _search(config: Config, options: argparse.Namespace) -> int:
 
     if options.arrivals == "closed":
         raise CommandError("a rate is searched in an open loop: --arrivals poisson", ExitCode.USAGE)
+    _check_files(options)
     plan = _plan(config, options)
     found = _answered(lambda: search(plan, options.attainment, options.probes))
     return _measured(options, found)
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse files that could not be written, before hours of measuring."""
+    for name in ("out", "html"):
+        path: Path | None = getattr(options, name, None)
+        if path is None:
+            continue
+        folder = path.parent
+        if path.is_dir():
+            raise CommandError(f"--{name} {path}: a folder; name a file in it", ExitCode.USAGE)
+        if not folder.is_dir():
+            raise CommandError(f"--{name} {path}: make the folder {folder} first", ExitCode.USAGE)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise CommandError(f"--{name} {path}: may not write to {folder}", ExitCode.USAGE)
 
 
 def _answered(measured: Callable[[], Any]) -> Any:
@@ -239,11 +313,9 @@ def _modes(config: Config, options: argparse.Namespace) -> int:
     from baton.bench.load.modes import ModesPlan, compare_modes, running_server
     from baton.bench.load.running import RunPlan, Target
 
-    del config  # its clusters are its own; they read the environment and ./baton.toml
+    _check_files(options)
     kind = Arrivals(options.arrivals)
     _check_arrivals(kind, options)
-    rates, multiples = _numbers("rates", options), _numbers("multiples", options)
-    chunks = tuple(int(each) for each in _numbers("chunks", options))
     told = dict(_pair("--condition", each) for each in options.condition)
     told.setdefault("cache_state", _cache_state(options))
     foreign = Target(url="", cores=options.also_cores, told=told)
@@ -262,28 +334,23 @@ def _modes(config: Config, options: argparse.Namespace) -> int:
             slos=(),
             quiet=options.quiet,
         ),
-        rates=rates,
+        rates=options.rates,
         ttft_ms=options.slo_ttft,
-        multiples=multiples,
-        chunks=chunks,
+        multiples=options.multiples,
+        chunks=options.chunks,
         repeats=options.repeats,
         undisturbed_s=options.undisturbed,
         tune_s=options.tune,
         foreign=tuple(
             running_server(name, replace(foreign, url=url.rstrip("/").removesuffix("/v1")))
-            for name, url in (_pair("--also", each) for each in options.also)
+            for name, url in (_pair("--also", each, "NAME=URL") for each in options.also)
         ),
+        # Its clusters are its own; they read the same settings.
+        settings={"BATON_CONFIG": str(config.path.resolve())} if config.path else {},
         slices=options.slices,
         minutes=options.minutes,
     )
     return _measured(options, _answered(lambda: compare_modes(plan)))
-
-
-def _numbers(name: str, options: argparse.Namespace) -> tuple[float, ...]:
-    found = tuple(_number(f"--{name}", each) for each in getattr(options, name).split(","))
-    if min(found) <= 0:
-        raise CommandError(f"--{name}: each must be above 0", ExitCode.USAGE)
-    return found
 
 
 def _measured(options: argparse.Namespace, result: Any) -> int:
@@ -296,19 +363,25 @@ def _measured(options: argparse.Namespace, result: Any) -> int:
     if options.out:
         say(f"\nresult      {options.out}")
     if result.aborted:
-        return ExitCode.INTERRUPTED
+        # A comparison also ends when the time is over that it was given.
+        by_hand = result.findings.get("ended_by_hand", True)
+        return ExitCode.INTERRUPTED if by_hand else ExitCode.FAILED
     return ExitCode.OK if any(run.figures.ok for run in result.runs) else ExitCode.FAILED
 
 
 def _show(_: Config, options: argparse.Namespace) -> int:
+    _check_files(options)
     _print(_read(options.file), options)
     return ExitCode.OK
 
 
 def _compare(_: Config, options: argparse.Namespace) -> int:
-    from baton.bench.load.report import compare
+    from baton.bench.load.report import compare, sentences_on_both
 
-    _draw(compare(_read(options.a), _read(options.b)), markdown=options.markdown)
+    a, b = _read(options.a), _read(options.b)
+    _draw(compare(a, b), markdown=options.markdown)
+    for sentence in sentences_on_both(a, b):
+        say(f"\n{sentence}")
     return ExitCode.OK
 
 
@@ -359,10 +432,6 @@ def _plan(config: Config, options: argparse.Namespace) -> Any:
     _check_arrivals(kind, options)
     if kind in (Arrivals.POISSON, Arrivals.GAMMA) and options.rate is None:
         raise CommandError(f"--arrivals {kind} needs --rate", ExitCode.USAGE)
-    for name in ("rate", "burstiness", "concurrency", "duration"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise CommandError(f"--{name} {value:g}: must be above 0", ExitCode.USAGE)
     return RunPlan(
         target=_target(config, options),
         workload=_workload_plan(options),
@@ -392,8 +461,6 @@ def _workload_plan(options: argparse.Namespace) -> Any:
     """Return the workload that the options ask for."""
     from baton.bench.load.workload import WorkloadName, WorkloadPlan
 
-    if min(options.prompt_scale, options.output_scale, options.prompt_tokens) <= 0:
-        raise CommandError("lengths and scales must be above 0", ExitCode.USAGE)
     intruder_tokens, every_s = 0, 6.0
     if options.intrude:
         found = re.fullmatch(r"(\d+)@(\d+(?:\.\d+)?)", options.intrude)
@@ -437,9 +504,10 @@ def _target(config: Config, options: argparse.Namespace) -> Any:
 
     told = dict(_pair("--condition", each) for each in options.condition)
     told.setdefault("cache_state", _cache_state(options))
-    prices = {
-        name: _number("--price", x) for name, x in (_pair("--price", p) for p in options.price)
-    }
+    prices = {name: _price(x) for name, x in (_pair("--price", p, "KIND=X") for p in options.price)}
+    if unknown := sorted(prices.keys() - set(KINDS)):
+        words = f"no worker is a {unknown[0]}: there are {', '.join(KINDS)}"
+        raise CommandError(f"--price {unknown[0]}: {words}", ExitCode.USAGE)
     url, key = options.url, options.api_key
     roots: tuple[int, ...] = ()
     if url is None:
@@ -473,15 +541,15 @@ def _cache_state(options: argparse.Namespace) -> str:
     return "contents by a given salt: cached where the server has answered them before"
 
 
-def _pair(option: str, text: str) -> tuple[str, str]:
+def _pair(option: str, text: str, form: str = "NAME=VALUE") -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name or not value:
-        raise CommandError(f"{option} {text}: not NAME=VALUE", ExitCode.USAGE)
+        raise CommandError(f"{option} {text}: not {form}", ExitCode.USAGE)
     return name, value
 
 
-def _number(option: str, text: str) -> float:
+def _price(text: str) -> float:
     try:
-        return float(text)
-    except ValueError:
-        raise CommandError(f"{option} {text}: no number", ExitCode.USAGE) from None
+        return at_least_zero(text)
+    except argparse.ArgumentTypeError as error:
+        raise CommandError(f"--price: {error}", ExitCode.USAGE) from None

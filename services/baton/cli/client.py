@@ -258,10 +258,10 @@ def reach(url: str) -> str:
     return f"Unix socket {Path(parts.path)}" if parts.scheme == UNIX_SCHEME else url
 
 
-def no_cluster(config: Config) -> CommandError:
+def no_cluster(config: Config, code: int = ExitCode.FAILED) -> CommandError:
     """Return the error of every command that needs a running cluster."""
     return CommandError(
         f"no cluster of {config.path or Path.cwd()} runs (looked into {run_dir_path(config)}): "
         "start one with `make up` or `baton up`, or ask from its folder or with its --config FILE",
-        ExitCode.FAILED,
+        code,
     )

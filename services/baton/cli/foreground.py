@@ -119,7 +119,7 @@ def _serve(
 def restarts(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     """Return, in words, which processes are others than before."""
     return [
-        f"{name} (pid {before[name]}) ended and was started again (pid {pid})"
+        f"{name} (pid {before[name]}) was started again (pid {pid})"
         for name, pid in now.items()
         if before.get(name, pid) != pid
     ]

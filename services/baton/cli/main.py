@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from baton.cli import bench
+from baton.cli.numbers import at_least_zero, count, whole
 from baton.cli.terminal import CommandError, ExitCode, say, warn
 from baton.core.ids import WorkerRole
 from baton.runtime.config import ConfigError, config_path, load
@@ -130,7 +131,8 @@ def _add(commands, name: str, run: Command, text: str, more: str = "") -> argpar
     added: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,
-        description=f"{text[:1].upper()}{text[1:]}.",
+        # Of both only `help` is a format.
+        description=f"{text[:1].upper()}{text[1:]}.".replace("%%", "%"),
         epilog=more,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -146,12 +148,16 @@ def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=("split", "adaptive", "colocated"), help="who computes prompts"
     )
-    parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill processes")
-    parser.add_argument("--decode", type=int, metavar="N", help="number of decode processes")
+    parser.add_argument("--prefill", type=whole, metavar="N", help="number of prefill processes")
+    parser.add_argument("--decode", type=whole, metavar="N", help="number of decode processes")
     parser.add_argument("--model", metavar="MODEL", help="name, folder or Hugging Face name")
-    parser.add_argument("--port", type=int, metavar="PORT", help="TCP port of the gateway")
+    parser.add_argument("--port", type=whole, metavar="PORT", help="TCP port of the gateway")
     parser.add_argument(
-        "--wait", type=float, default=180.0, metavar="S", help="most seconds until ready (180)"
+        "--wait",
+        type=at_least_zero,
+        default=180.0,
+        metavar="S",
+        help="most seconds until ready (180)",
     )
 
 
@@ -175,7 +181,7 @@ def _add_single(commands) -> None:  # type: ignore[no-untyped-def]
     drain = _add(commands, "drain", _drain, "have one process end in order", _DRAIN)
     drain.add_argument("worker", help="decode-0, gateway-1, ...")
     drain.add_argument(
-        "--wait", type=float, metavar="S", help="most seconds (the drain's limit and 10 s)"
+        "--wait", type=at_least_zero, metavar="S", help="most seconds (the drain's limit and 10 s)"
     )
     drain.add_argument("--force", action="store_true", help="also the last one of its kind")
     start = _add(commands, "start", _start, "start one process that is down")
@@ -185,7 +191,7 @@ def _add_single(commands) -> None:  # type: ignore[no-untyped-def]
     role.add_argument("worker", help="decode-1, prefill-0, ...")
     role.add_argument("role", choices=[each.value for each in WorkerRole])
     role.add_argument(
-        "--wait", type=float, metavar="S", help="most seconds (the drain's limit and 10 s)"
+        "--wait", type=at_least_zero, metavar="S", help="most seconds (the drain's limit and 10 s)"
     )
     restart = _add(
         commands, "restart", _restart, "replace processes without losing a request", _RESTART
@@ -197,7 +203,11 @@ def _add_single(commands) -> None:  # type: ignore[no-untyped-def]
 
 def _add_wait(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--wait", type=float, default=60.0, metavar="S", help="most seconds until it is ready (60)"
+        "--wait",
+        type=at_least_zero,
+        default=60.0,
+        metavar="S",
+        help="most seconds until it is ready (60)",
     )
 
 
@@ -212,7 +222,7 @@ def _add_asking(commands) -> None:  # type: ignore[no-untyped-def]
     chat = _add(commands, "chat", _chat, "talk to the running cluster", _CHAT)
     chat.add_argument("--system", metavar="TEXT", help="system message")
     chat.add_argument(
-        "--max-tokens", type=int, default=512, metavar="N", help="most tokens of an answer (512)"
+        "--max-tokens", type=count, default=512, metavar="N", help="most tokens of an answer (512)"
     )
     chat.add_argument(
         "--temperature",
@@ -223,7 +233,7 @@ def _add_asking(commands) -> None:  # type: ignore[no-untyped-def]
     )
     logs = _add(commands, "logs", _logs, "print the newest lines of the logs, by time")
     logs.add_argument("worker", nargs="?", help="decode-0, ledger, supervisord, ... (default: all)")
-    logs.add_argument("-n", type=int, default=20, metavar="LINES", help="lines of each (20)")
+    logs.add_argument("-n", type=whole, default=20, metavar="LINES", help="lines of each (20)")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
     model = commands.add_parser("model", help="prepare models").add_subparsers(
         title="commands", required=True, metavar="COMMAND"

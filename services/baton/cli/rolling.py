@@ -109,8 +109,7 @@ def stage(row: Row, before: object) -> str:
     if row["state"] in ENDED:
         return f"has ended ({row['state']})"
     if row["incarnation"] is None or row["state"] != "running":
-        ended = "the old incarnation has ended, " if before is not None else ""
-        return f"{ended}the new one starts"
+        return "it starts" if before is None else "the old incarnation has ended"
     if row["incarnation"] == before:
         return f"the old incarnation still runs ({work(report)})"
     if not report.get("ready"):

@@ -24,7 +24,7 @@ from baton.cli.terminal import ExitCode, counted, say, table, warn
 from baton.core.ids import Role, WorkerRole
 from baton.engine.info import ModelNotPrepared, read_info
 from baton.runtime.dirs import cache_dir, ledger_url
-from baton.runtime.model import kernel_choice
+from baton.runtime.model import FAKE_FOLDER, kernel_choice
 from baton.runtime.roles import kept_role
 from baton.runtime.settings import Config
 
@@ -75,6 +75,8 @@ def gather(cluster: Cluster, found: ClusterRecord, config: Config) -> dict[str, 
 def _served_name(found: ClusterRecord, config: Config) -> str:
     """Return the name that clients use; the prepared folder's has a digest at its end."""
     folder = Path(found.model)
+    if config.engine.kind == "fake":
+        folder = Path(config.cluster.run_dir) / FAKE_FOLDER
     try:
         return config.model.name or read_info(folder).name
     except (OSError, ModelNotPrepared):
@@ -199,9 +201,9 @@ def huge_pages(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _lent(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return which worker may borrow which cores."""
+    """Return which worker may borrow which cores, by the kernel's numbers."""
     found = ((row["process"], (row["report"] or {}).get("may_borrow")) for row in rows)
-    return ", ".join(f"{name} {' '.join(map(str, cores))}" for name, cores in found if cores)
+    return ", ".join(f"{name} core {' '.join(map(str, cores))}" for name, cores in found if cores)
 
 
 def _line(row: Mapping[str, Any]) -> tuple[object, ...]:

@@ -30,7 +30,7 @@ class ExitCode(IntEnum):
 class CommandError(Exception):
     """Ends the command with one line that says what is wrong and what to do."""
 
-    def __init__(self, text: str, code: ExitCode = ExitCode.FAILED) -> None:
+    def __init__(self, text: str, code: int = ExitCode.FAILED) -> None:
         super().__init__(text)
         self.code = code
 

@@ -17,6 +17,9 @@ from baton.ports.engine import KVLayout, ModelInfo
 from baton.runtime.dirs import cache_dir
 from baton.runtime.settings import Config
 
+#: In the run directory: the fake engine's model.
+FAKE_FOLDER = "fake-model"
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -82,7 +85,7 @@ def model_folder(config: Config, run_dir: Path) -> Path:
         ModelNotPrepared: there is none.
     """
     if config.engine.kind == "fake":
-        folder = run_dir / "fake-model"
+        folder = run_dir / FAKE_FOLDER
         write_fake_model(folder)
         return folder
     source, cache = config.model.path, cache_dir(config)

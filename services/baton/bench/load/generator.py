@@ -66,8 +66,8 @@ class Asked:
 
     @property
     def late_s(self) -> float:
-        """How much later than due it went out."""
-        return self.answer.sent_at - self.due_at if self.answer else 0.0
+        """How much later than due it went out; a timer may be a fraction of a millisecond early."""
+        return max(0.0, self.answer.sent_at - self.due_at) if self.answer else 0.0
 
 
 @dataclass(slots=True)

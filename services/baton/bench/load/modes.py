@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from time import monotonic
@@ -29,7 +29,7 @@ from baton.bench.load.arrivals import Arrivals
 from baton.bench.load.baton_target import conditions_of
 from baton.bench.load.generator import LoadPlan
 from baton.bench.load.results import Conditions, Result, ResultError, Run, Slo
-from baton.bench.load.running import Done, RunPlan, Target, run_blocking
+from baton.bench.load.running import Done, RunPlan, Target, check_target, run_blocking
 from baton.bench.load.slices import Slices
 from baton.bench.load.verdict import ADAPTIVE, COLOCATED, SPLIT
 from baton.bench.load.workload import WorkloadName
@@ -70,6 +70,8 @@ class Foreign:
 
     mode: str
     ways: tuple[Way, ...]
+    check: Callable[[], object] = lambda: None
+    """Raises what is wrong with it, as far as can be told before anything is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,8 @@ class ModesPlan:
     tune_s: float = 15.0
     """Of each configuration that is tried, at each of the rates it is tried at."""
     foreign: tuple[Foreign, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of every cluster that is started, beside those of its way and of the environment."""
     slices: Path | None = None
     """Where runs are kept, and found again."""
     minutes: float = float("inf")
@@ -103,7 +107,8 @@ class ModesPlan:
 
     def told(self) -> dict[str, Any]:
         """Return all that slices of one comparison have in common."""
-        run = self.run
+        run, environ = self.run, {**os.environ, **self.settings}
+        config = load(config_path(None, environ), environ)
         return {
             "workload": {k: v for k, v in asdict(run.workload).items() if k != "salt"},
             "load": asdict(run.load),
@@ -116,6 +121,8 @@ class ModesPlan:
             "undisturbed_s": self.undisturbed_s,
             "tune_s": self.tune_s,
             "cores": sorted(os.sched_getaffinity(0)),
+            "settings": conditions_of(config)
+            | msgspec.to_builtins({"model": config.model, "engine": config.engine}),
         }
 
 
@@ -128,6 +135,8 @@ def compare_modes(plan: ModesPlan) -> Result:
         ServerError: a foreign server does not answer.
         ResultError: a condition of a foreign server is missing, or the slices are others'.
     """
+    for foreign in plan.foreign:
+        foreign.check()
     return _Comparison(plan).run()
 
 
@@ -178,7 +187,7 @@ class _Comparison:
                 self._visit(way, [rate], repeat)
             # They take too long to start to be started for each rate.
             for foreign in plan.foreign:
-                others = dict.fromkeys(self._tuned(foreign.mode, foreign.ways).values())
+                others = once(self._tuned(foreign.mode, foreign.ways).values())
                 for way in others if repeat % 2 == 0 else reversed(others):
                     self._visit(way, self._rates, repeat)
 
@@ -279,7 +288,7 @@ class _Comparison:
             with way.place() as target:
                 yield target
             return
-        with bench_cluster(**way.settings) as cluster:
+        with bench_cluster(**self._plan.settings, **way.settings) as cluster:
             given = self._plan.run.target
             config = load(config_path(None, cluster.environ), cluster.environ)
             yield replace(
@@ -385,7 +394,15 @@ def in_turn(
         if slo in made_for:
             ordered.append(made_for[slo])
         ordered += [split, colocated[slo]] if place == 0 else [colocated[slo]]
-    return list({way.name: way for way in ordered}.values())
+    return once(ordered)
+
+
+def once(ways: Iterable[Way]) -> list[Way]:
+    """Return each way once, in the order in which they come first."""
+    found: dict[str, Way] = {}
+    for way in ways:
+        found.setdefault(way.name, way)
+    return list(found.values())
 
 
 def running_server(name: str, target: Target) -> Foreign:
@@ -395,7 +412,10 @@ def running_server(name: str, target: Target) -> Foreign:
     def place() -> Iterator[Target]:
         yield target
 
-    return Foreign(name, (Way(name, target.url, {}, place=place, start_s=0.0),))
+    def check() -> None:
+        check_target(target)
+
+    return Foreign(name, (Way(name, target.url, {}, place=place, start_s=0.0),), check)
 
 
 def _name(way: Way, rate: float, repeat: int | None) -> str:

@@ -116,6 +116,15 @@ def compare(a: Result, b: Result) -> list[Table]:
     return [*found, Table("conditions that differ", ("", "A", "B"), tuple(_differing(a, b)))]
 
 
+def sentences_on_both(a: Result, b: Result) -> list[str]:
+    """Return what must be said beside a comparison of two results."""
+    partial = [name for name, each in (("A", a), ("B", b)) if each.aborted]
+    said = [f"PARTIAL: not all of {' and '.join(partial)} was measured"] if partial else []
+    if a.kind != b.kind:
+        said.append(f"A is the result of a {a.kind}, B of a {b.kind}")
+    return said
+
+
 def _differing(a: Result, b: Result) -> list[tuple[str, str, str]]:
     """Return each condition that is not the same, by its own name, bounds among them."""
     left, right = (
@@ -360,7 +369,7 @@ def _number(value: float) -> str:
 
 def _words(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_words(each)}" for name, each in value.items())
+        return ", ".join(f"{name} {_words(each)}" for name, each in value.items() if each != {})
     if isinstance(value, (list, tuple)):
         return " ".join(_words(each) for each in value)
     return f"{value:g}" if isinstance(value, float) else str(value)

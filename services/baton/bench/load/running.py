@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from time import monotonic, time
 from typing import Any
@@ -26,7 +27,7 @@ from baton.bench.load.http import UNIX_SCHEME, Client
 from baton.bench.load.live import live
 from baton.bench.load.results import Conditions, Cost, ResultError, Run, Slo
 from baton.bench.load.server import Metrics, ServerInfo, identify, kinds, server_figures, workers_in
-from baton.bench.load.workload import Workload, WorkloadPlan
+from baton.bench.load.workload import Workload, WorkloadName, WorkloadPlan
 from baton.runtime.slices import wake_first
 
 #: Tries to hear of every worker at an edge of the window.
@@ -90,14 +91,38 @@ def run_blocking(plan: RunPlan) -> Done:
         return runner.run(run(plan))
 
 
+def check_target(target: Target) -> None:
+    """Look whether a run there could begin.
+
+    Raises:
+        ResultError: a condition that no server tells is missing.
+        ServerError: nobody answers as an OpenAI-compatible server.
+    """
+
+    async def look() -> None:
+        async with _met(target):
+            pass
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(look())
+
+
 async def run(plan: RunPlan) -> Done:
     """Run it. Ctrl-C, or SIGTERM, ends it with what there is."""
-    if missing := [name for name in MUST_BE_TOLD if not plan.target.told.get(name)]:
-        raise ResultError(f"a result without its conditions is none; missing: {missing}")
-    client = Client(plan.target.url, plan.target.api_key)
-    try:
-        info = await identify(client, plan.target.url, plan.target.model)
+    async with _met(plan.target) as (client, info):
         return await _Runner(plan, client, info).run()
+
+
+@asynccontextmanager
+async def _met(target: Target) -> AsyncIterator[tuple[Client, ServerInfo]]:
+    if missing := [name for name in MUST_BE_TOLD if not target.told.get(name)]:
+        raise ResultError(
+            f"a result without its conditions is none; not told of {target.url}: "
+            f"{', '.join(missing)}"
+        )
+    client = Client(target.url, target.api_key)
+    try:
+        yield client, await identify(client, target.url, target.model)
     finally:
         client.close()
 
@@ -290,17 +315,16 @@ def cost(
 
 
 def _lengths(plan: WorkloadPlan) -> dict[str, Any]:
-    names = (
-        "prompt_tokens",
-        "output_tokens",
-        "prompt_scale",
-        "output_scale",
-        "prompt_max",
-        "output_max",
-        "think_s",
-        "intruder_tokens",
-        "intruder_every_s",
-    )
+    """Return what decides the lengths of this workload."""
+    names = ["prompt_max", "output_max", "context_max"]
+    if plan.name is WorkloadName.FIXED:
+        names += ["prompt_tokens", "output_tokens"]
+    else:
+        names += ["prompt_scale", "output_scale"]
+    if plan.name is WorkloadName.SHAREGPT:
+        names.append("think_s")
+    if plan.intruder_tokens:
+        names += ["intruder_tokens", "intruder_every_s"]
     return {name: getattr(plan, name) for name in names}
 
 

@@ -84,7 +84,7 @@ def conclude(
                     [
                         f"{multiple:g} x = {slo.gap_ms:g} ms",
                         *(_cell(*values[slo][mode]) for mode in modes),
-                        max(modes, key=lambda mode: values[slo][mode][0]),
+                        _best({mode: value[0] for mode, value in values[slo].items()}),
                     ]
                     for slo, multiple in zip(slos, multiples, strict=True)
                 ],
@@ -101,7 +101,7 @@ def conclude(
             *_forecasts(found),
             _ways(found),
         ],
-        "advice": advice([middle for middle, *_ in ratios.values()], even, itl_ms),
+        "advice": advice(best, [middle for middle, *_ in ratios.values()], even, itl_ms),
     }
 
 
@@ -149,8 +149,21 @@ def break_even(found: Points, ttft_ms: float, itl_ms: float) -> float:
     return float("inf") if last == len(GRID) - 1 else round(itl_ms * GRID[last], 2)
 
 
-def advice(ratios: Sequence[float], even: float | None, itl_ms: float) -> str:
-    """Return one sentence of advice; ``ratios``: of adaptive goodput to the better pure mode's."""
+def advice(
+    best: Mapping[str, Mapping[str, float]],
+    ratios: Sequence[float],
+    even: float | None,
+    itl_ms: float,
+) -> str:
+    """Return one sentence of advice.
+
+    ``best``: goodput by multiple and mode; ``ratios``: adaptive to the better pure mode.
+    """
+    if not any(value for values in best.values() for value in values.values()):
+        return (
+            "No advice: at no rate was a request good at any of these bounds; try lower rates, "
+            "looser bounds or longer runs."
+        )
     if even is None:
         words = "Nothing was compared with colocated workers"
     elif even == 0:
@@ -316,6 +329,12 @@ def _ways(found: Points) -> dict[str, Any]:
         ],
         "rows": rows,
     }
+
+
+def _best(values: Mapping[str, float]) -> str:
+    """Return the mode that gave most; several that gave the same have no winner among them."""
+    most = max(values.values())
+    return " = ".join(mode for mode, value in values.items() if value == most) if most else "-"
 
 
 def _medians(values: Sequence[tuple[float, ...]]) -> str:
