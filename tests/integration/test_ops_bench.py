@@ -165,7 +165,7 @@ def test_a_bench_that_is_ended_leaves_nothing(cluster: OpsCluster, does: str) ->
     assert process.stdin is not None and process.stdout is not None
     try:
         run_dir = Path(process.stdout.readline().strip())
-        mine = f"baton-bench-{process.pid}-"
+        mine = f"baton-bench-{process.pid}."
         assert members(run_dir) and _arenas(mine)
         for what in does.split():
             if what == "leave":
@@ -210,6 +210,8 @@ def test_modes_are_compared_on_clusters_of_their_own(cluster: OpsCluster, tmp_pa
         *("--rates", "5,10", "--chunks", "64", "--multiples", "2,50", "--undisturbed", "2"),
         *("--warmup", "0.5", "--duration", "3", "--tune", "2", "--slices", str(slices)),
         *("--out", str(file), "--html", str(page)),
+        *("--also", f"other=http://127.0.0.1:{cluster.port}", "--also-cores", "2"),
+        *("--condition", "dtype=none", "--condition", "limits=usual"),
     )
     done = cluster.baton(*command, "--minutes", "0.5", timeout_s=300)
     assert done.returncode == 1 and "nothing to compare yet: 0.5 minutes" in done.stderr
@@ -219,7 +221,8 @@ def test_modes_are_compared_on_clusters_of_their_own(cluster: OpsCluster, tmp_pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
     found = json.loads(file.read_bytes())
-    assert {run["settings"]["mode"] for run in found["runs"]} == {"split", "colocated", "adaptive"}
+    modes = {run["settings"]["mode"] for run in found["runs"]}
+    assert modes == {"split", "colocated", "adaptive", "other"}
     assert all(run["figures"]["ok"] for run in found["runs"])
     assert set(found["findings"]["goodput_per_cost"]) == {"2", "50"}
     assert found["findings"]["advice"] in done.stdout
