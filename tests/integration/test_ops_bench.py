@@ -8,6 +8,7 @@ import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,10 @@ def test_a_bench_that_is_ended_leaves_nothing(cluster: OpsCluster, does: str) ->
         assert not process.stdout.read()
         assert not members(run_dir) and not _arenas(mine) and not run_dir.exists()
     finally:
+        # Killed at once it would leave its cluster, which nobody would end after a failed test.
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
         process.kill()
         process.wait()
 
