@@ -42,3 +42,12 @@ def test_short_last_chunk_says_nothing_about_long_ones() -> None:
     for _ in range(10):
         size.learn(3, 0.01)
     assert size.tokens() == before
+
+
+@pytest.mark.parametrize(("seconds", "begins"), [(0.07, 256), (0.4, 128)])
+def test_what_was_rehearsed_need_not_be_found_out(seconds: float, begins: int) -> None:
+    """A rehearsed chunk that is well below the limit is the first one; others are grown into."""
+    size = ChunkSize(block_size=16, tokens_max=256, limit_s=0.5)
+    size.rehearsed(256, seconds)
+    size.rehearsed(64, 0.02)
+    assert size.tokens() == begins

@@ -170,6 +170,21 @@ def test_little_waits_at_a_worker_what_waits_here_may_go_another_way() -> None:
     assert local == [True, True, False]
 
 
+def test_a_way_without_outcomes_is_corrected_by_those_of_the_others() -> None:
+    """What slows one slows all: a machine that has less time than its workers think. With enough of
+    its own it goes by these."""
+    estimator = Estimator(Slo(2.0, 0.04))
+    for expected in (0.05, 0.2, 0.6) * 3:
+        estimator.learn("remote", expected, 1.6 * expected)
+    assert estimator.lines["local"].corrected(0.4) == pytest.approx(1.6 * 0.4, rel=0.1)
+    for expected in (0.05, 0.2, 0.6) * 8:
+        estimator.learn("local", expected, expected)
+    assert estimator.lines["local"].corrected(0.4) == pytest.approx(0.4, rel=0.05)
+    for expected in (0.05, 0.2, 0.6) * 8:
+        estimator.learn("remote", expected, 3 * expected)
+    assert estimator.lines["local"].corrected(0.4) == pytest.approx(0.4, rel=0.05)
+
+
 def test_an_absurd_expectation_is_learned_from_without_harm() -> None:
     """Nothing is divided by what it leaves; the next requests are soon expected right again."""
     for absurd in (0.0, 1e-300, 1e30, 1e300):

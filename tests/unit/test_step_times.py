@@ -289,3 +289,32 @@ def test_chunks_are_shorter_where_some_steps_take_much_longer() -> None:
     assert even.seconds(4 + sizes[0]) <= 0.85 * 0.06 / 1.1 < even.seconds(4 + sizes[0] + 16)
     assert rough.seconds(4 + sizes[1]) <= 0.85 * 0.06 / 2.5 < rough.seconds(4 + sizes[1] + 16)
     assert slo.keeps(0.045, even.spread) and not slo.keeps(0.045, rough.spread)
+
+
+REHEARSED = ((Step(64, 0, 3_000), 0.026), (Step(256, 0, 50_000), 0.070), (Step(1, 300, 0), 0.022))
+
+
+def test_a_rehearsal_is_believed_in_its_shape_and_not_in_its_length() -> None:
+    """Real steps wait for their core: until there are some, longer by what was usual; then by what
+    they show, also of those that there was none of."""
+    times = SharedStepTimes()
+    times.rehearsed(REHEARSED)
+    for step, seconds in REHEARSED:
+        assert times.curve().seconds(step.tokens) == pytest.approx(1.3 * seconds, rel=0.01)
+    for _ in range(12):
+        times.learn(Step(64, 0, 3_000), 2 * 0.026)
+    curve = times.curve()
+    assert curve.seconds(64) == pytest.approx(2 * 0.026, rel=0.05)
+    assert curve.seconds(256) == pytest.approx(2 * 0.070, rel=0.1)
+    assert curve.seconds(1) == pytest.approx(2 * 0.022, rel=0.1)
+
+
+def test_one_real_step_alone_does_not_decide() -> None:
+    """It may be one that was disturbed; and that nothing was rehearsed changes nothing."""
+    times, plain = SharedStepTimes(), SharedStepTimes()
+    times.rehearsed(REHEARSED)
+    plain.rehearsed(())
+    for each in (times, plain):
+        each.learn(Step(64, 0, 3_000), 1.0)
+    assert times.curve().seconds(256) < 2 * 0.070
+    assert plain.curve().seconds(64) == pytest.approx(1.0)

@@ -52,9 +52,9 @@ class Load:
 
 
 LOADS = {
-    "azure-conv": Load(WorkloadName.AZURE_CONV, 0.5, 0.25, (1.6, 2.6)),
-    "azure-code": Load(WorkloadName.AZURE_CODE, 0.25, 1.0, (1.8, 3.0)),
-    "mooncake": Load(WorkloadName.MOONCAKE, 0.05, 0.2, (1.3, 2.2)),
+    "azure-conv": Load(WorkloadName.AZURE_CONV, 0.5, 0.25, (1.6, 3.5)),
+    "azure-code": Load(WorkloadName.AZURE_CODE, 0.25, 1.0, (1.8, 4.0)),
+    "mooncake": Load(WorkloadName.MOONCAKE, 0.05, 0.2, (1.3, 3.0)),
 }
 
 

@@ -25,6 +25,12 @@ class ChunkSize:
     def __post_init__(self) -> None:
         self._wanted = min(128.0, float(self.tokens_max))
 
+    def rehearsed(self, tokens: int, seconds: float) -> None:
+        """A step of ``tokens`` tokens took ``seconds`` before the first request: begin with as many
+        if that is well below the limit."""
+        if seconds * GROWTH * GROWTH < self.limit_s:
+            self._wanted = max(self._wanted, min(float(tokens), float(self.tokens_max)))
+
     def tokens(self) -> int:
         """Return the budget of the next step: whole blocks, at least one."""
         whole = int(self._wanted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from baton.core.lifecycles import LeaseState, RequestState
 from baton.core.outcomes import Reason
-from baton.core.step_times import SharedStepTimes, Step
+from baton.core.step_times import Rehearsed, SharedStepTimes, Step
 from baton.ports.driving import CallLedger, RecordStep
 from baton.ports.ledger import AdvanceRequest
 from baton.prefill.chunk_size import ChunkSize
@@ -38,6 +38,12 @@ class Chunks:
         self.size = ChunkSize(state.block_size, state.limits.prefill_chunk_tokens, quarter_s)
         self.times = SharedStepTimes()
         self.tokens_per_s = 0.0
+
+    def rehearsed(self, steps: Rehearsed) -> None:
+        """What steps took before the first request."""
+        self.times.rehearsed(steps)
+        for step, seconds in steps:
+            self.size.rehearsed(step.tokens, seconds)
 
     def start(self, now: float) -> None:
         """Start the next chunk if none runs and there is work."""

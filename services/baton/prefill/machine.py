@@ -87,7 +87,7 @@ class PrefillMachine:
         self.ends = Ends(self.state)
         self.admission = Admission(self.state, self.arenas, self.ends)
         self.chunks = Chunks(self.state, self.ends)
-        self.chunks.times.rehearsed(rehearsed)
+        self.chunks.rehearsed(rehearsed)
         self.left = left
         self.drain_due: float | None = None
         self.exited = False

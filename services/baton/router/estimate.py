@@ -9,6 +9,7 @@ has the last word, and its own schedule keeps the steps short.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -111,6 +112,9 @@ class Line:
 
     #: The last so many requests count: a machine's speed changes with what else it does.
     MEMORY = 24
+    #: Until there are so many, the last ones of other ways fill their places: what slows one way
+    #: mostly slows all.
+    ENOUGH = 12
     #: So many outcomes stand for figures that are right as they are.
     BELIEF = 3.0
     #: What is expected beyond a day is not expected: nothing is learned from it but that.
@@ -118,6 +122,7 @@ class Line:
 
     def __init__(self) -> None:
         self._outcomes: deque[tuple[float, float]] = deque(maxlen=self.MEMORY)
+        self._others: deque[tuple[float, float]] = deque(maxlen=self.ENOUGH)
         self._more_s, self._slope = 0.0, 1.0
 
     @property
@@ -127,11 +132,25 @@ class Line:
 
     def learn(self, expected_s: float, actual_s: float) -> None:
         """``expected_s`` by the workers' figures, ``actual_s`` in truth."""
-        expected_s = min(max(expected_s, 0.001), self.EXPECTED_MAX_S)
-        self._outcomes.append((expected_s, min(max(actual_s, 0.001), self.EXPECTED_MAX_S)))
-        best = float("inf")
+        self._outcomes.append(self._bounded(expected_s, actual_s))
+        self._draw()
+
+    def learn_other(self, expected_s: float, actual_s: float) -> None:
+        """The same of a request that went another way."""
+        if len(self._outcomes) < self.ENOUGH:
+            self._others.append(self._bounded(expected_s, actual_s))
+            self._draw()
+
+    def _bounded(self, *seconds: float) -> tuple[float, float]:
+        expected_s, actual_s = (min(max(each, 0.001), self.EXPECTED_MAX_S) for each in seconds)
+        return expected_s, actual_s
+
+    def _draw(self) -> None:
+        missing = max(0, self.ENOUGH - len(self._outcomes))
+        filled = list(self._others)[-missing:] if missing else []
+        outcomes, best = [*filled, *self._outcomes], float("inf")
         for slope in SLOPES:
-            more_s, wrong = self._through(slope)
+            more_s, wrong = self._through(slope, outcomes)
             if wrong < best:
                 best, self._more_s, self._slope = wrong, more_s, slope
 
@@ -140,9 +159,11 @@ class Line:
         does not depend on the length."""
         return max(0.25 * expected_s, self._more_s + self._slope * expected_s)
 
-    def _through(self, slope: float) -> tuple[float, float]:
+    def _through(
+        self, slope: float, outcomes: Sequence[tuple[float, float]]
+    ) -> tuple[float, float]:
         """Return what every request takes more if this is the slope, and how wrong that is."""
-        rests = [(actual - slope * expected, 1 / actual) for expected, actual in self._outcomes]
+        rests = [(actual - slope * expected, 1 / actual) for expected, actual in outcomes]
         whole = sum(weight for _, weight in rests)
         believed = self.BELIEF * whole / len(rests)
         rests.append((0.0, believed))
@@ -251,7 +272,11 @@ class Estimator:
 
     def learn(self, kind: str, raw_s: float, actual_s: float) -> None:
         """The first token came ``actual_s`` after the request was placed."""
-        self.lines[kind].learn(raw_s, actual_s)
+        for each, line in self.lines.items():
+            if each == kind:
+                line.learn(raw_s, actual_s)
+            else:
+                line.learn_other(raw_s, actual_s)
 
     def _estimate(
         self,
