@@ -126,6 +126,21 @@ def test_it_waits_for_prefill_when_that_is_better_than_what_is_free() -> None:
     play.says(P, call(PlaceRequest, decode=D, prefill=P))
 
 
+def test_who_waits_for_a_row_keeps_no_prefill_worker_from_the_next() -> None:
+    """A long context would break every gap, a short one does not: that one goes, and is not
+    expected to wait for the other's prompt."""
+    heavy = StepCurve(CURVE.tokens, CURVE.micros, 0, 20_000_000)
+    play = Adaptive()
+    play.says(P, curve=CURVE)
+    play.says(D, curve=heavy, **busy(8, context=100))
+    play.admit(play.fresh("long", 2_000))
+    play.goes("short", 300, D, P)
+    forecast = play.machine.state.entries["short"].forecast
+    assert forecast is not None and forecast.chosen.raw_s < 0.25
+    assert play.machine.state.entries["long"].epoch == 1
+    assert not play.machine.state.entries["long"].placed_once
+
+
 def test_a_prompt_is_held_back_while_one_more_row_would_break_every_gap() -> None:
     """Eight rows keep the SLO, nine do not. It has cost nothing yet when one of them is over."""
     steep = StepCurve((1, 8, 9, 128), (20_000, 48_000, 60_000, 90_000))

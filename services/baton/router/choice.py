@@ -100,7 +100,8 @@ class Choice:
                 return None
             best = ready[0]
         elif not best.ready or best.crowded:
-            if best.prefill is not None:
+            # Who waits for decode's rows keeps no prefill worker: that one is free for the next.
+            if best.prefill is not None and not best.ready:
                 tokens = next(need.rest for view, need, _ in decodes if view.peer == best.decode)
                 self.promised[best.prefill] = self.promised.get(best.prefill, 0) + tokens
             return None
