@@ -83,7 +83,7 @@ def test_answers_are_the_same_and_the_time_with_borrowed_cores_is_counted(
         assert _answers(place) == wanted
         assert _borrowed_s(place, "decode-0") > 0
         shown = place.baton("status").stdout
-        assert f"decode-0 {CORES[0]}, prefill-0 {CORES[1]}" in shown
+        assert f"decode-0 core {CORES[0]}, prefill-0 core {CORES[1]}" in shown
 
         # One that is killed, in a step or not, has its core lent again when it is back.
         killed = place.process("prefill-0")
