@@ -141,9 +141,7 @@ def _plan(
         run=RunPlan(
             target=Target(
                 url="",
-                told={
-                    "cache_state": "started for these runs; texts of a rate and repeat come once"
-                },
+                told={"cache_state": CACHE_STATE},
             ),
             workload=WorkloadPlan(
                 name=load.trace,
