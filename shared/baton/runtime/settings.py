@@ -76,8 +76,7 @@ class EngineConfig(Section, frozen=True):
     weights: Literal["full", "int8", "int4"] = "full"
     """`full`: of the model's dtype; `int8`, `int4`: matrices are packed in 8 or 4 bits (the head in
     8), which takes a model that the compiled step knows. A token reads less memory, so decode is
-    faster (little or not with AMX, where unpacking takes the time); what that costs in quality
-    stands in benchmarks/engine.md."""
+    faster; how much, and what it costs in quality, stands in benchmarks/engine.md."""
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Compute threads a worker. 0: its share of the cores."""
     device: Literal["cpu", "cuda", "memfd"] = "cpu"

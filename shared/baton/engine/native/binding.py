@@ -57,9 +57,9 @@ class Level:
 _X86 = (
     Level(
         "amxbf16",
-        _V4 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+        _V4 | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16"},
         (
-            *("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+            *("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
             "-mprefer-vector-width=512",
         ),
     ),

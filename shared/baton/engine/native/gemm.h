@@ -14,6 +14,14 @@
 
 namespace baton {
 
+// Whether codes of 8 or 4 bits are rounded to the dtype before they are multiplied.
+template <class T>
+constexpr bool kCodesRounded = false;
+#if defined(__AMX_BF16__)
+template <>
+constexpr bool kCodesRounded<Bf16> = true;
+#endif
+
 // sums[R][C] += A[R, steps * kStep] * B; B's steps are `ldb` elements apart.
 template <class T, int R, int C, bool Ahead = false>
 BATON_INLINE void multiply(const Act<T>* a, ptrdiff_t lda, const T* b, ptrdiff_t ldb, int steps,
@@ -100,7 +108,7 @@ void product(const Weights<T>& w, const Act<T>* a, ptrdiff_t lda, int m, Next&& 
   const auto quantised = [&](auto codes) {
 #if defined(__AMX_BF16__)
     if constexpr (std::is_same_v<T, Bf16>) {
-      TileSlabProduct<decltype(codes)> of(w.data, a, lda, m, w.k);
+      TileProduct<SlabRight<decltype(codes)>> of(a, lda, w.data, w.k);
       do of.run(m, first, last, w.bias, done);
       while (next(first, last));
       return;
@@ -118,7 +126,7 @@ void product(const Weights<T>& w, const Act<T>* a, ptrdiff_t lda, int m, Next&& 
     default:
 #if defined(__AMX_BF16__)
       if constexpr (std::is_same_v<T, Bf16>) {
-        TileProduct of(a, lda, static_cast<const Bf16*>(w.data), w.k);
+        TileProduct<FullRight> of(a, lda, w.data, w.k);
         do of.run(m, first, last, w.bias, done);
         while (next(first, last));
         return;

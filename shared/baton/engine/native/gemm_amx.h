@@ -1,8 +1,9 @@
-// Products with full bfloat16 weights on tile registers.
+// Products with bfloat16 weights on tile registers.
 //
 // Decides nothing of how weights lie: two steps of a packed group, [16][32][2], are two right tiles as
-// they stand. Rows go through a group 32 at a time; one row takes the same way as many. What becomes of
-// a block of sums is computed while the tile registers are busy with the next one.
+// they stand, and codes of fewer bits become such steps (`quant_amx.h`). Rows go through a group 32 at a
+// time; one row takes the same way as many. What becomes of a block of sums is computed while the tile
+// registers are busy with the next one.
 #pragma once
 
 #include "amx.h"
@@ -16,11 +17,53 @@ namespace baton {
 constexpr int kBytesTogether = 1 << 20;
 constexpr int kLine = 64;
 
+// Full weights: groups of [k / 2][32][2].
+class FullRight {
+ public:
+  FullRight(const void* data, int k) : data_(static_cast<const Bf16*>(data)), k_(k) {}
+
+  // This group from its start; rows go through it `passes` times.
+  void find(int group, int passes) {
+    group_ = data_ + ptrdiff_t(group) * k_ * kGroup;
+    once_ = passes == 1;
+    // What comes next in memory: with one pass it is waited for, with several there is time.
+    next_ = reinterpret_cast<const char*>(group_) + (once_ ? kAhead : k_ * ptrdiff_t(kLine));
+    lines_ = (kTileDepth + passes - 1) / passes;
+  }
+
+  // Two tiles, each of whose lines is 128 bytes after the last one: elements `at` and on of this group,
+  // of which k has `kTileDepth` more. A pass asks for them in order.
+  BATON_INLINE const Bf16* step(int at) {
+    if (once_) {
+      BATON_UNROLL for (int line = 0; line < kTileDepth; ++line) prefetch(next_ + line * kLine);
+    } else {
+      for (int line = 0; line < lines_; ++line) prefetch_far(next_ + line * kLine);
+    }
+    next_ += lines_ * kLine;
+    return group_ + ptrdiff_t(at) * kGroup;
+  }
+
+  // Copies the elements from `at` to the end of k.
+  void rest(int at, Bf16* to) const {
+    std::memcpy(static_cast<void*>(to), group_ + ptrdiff_t(at) * kGroup,
+                size_t(k_ - at) * kGroup * sizeof(Bf16));
+  }
+
+ private:
+  const Bf16* data_;
+  int k_;
+  const Bf16* group_ = nullptr;
+  bool once_ = true;
+  const char* next_ = nullptr;
+  int lines_ = 0;  // to ask for in a step
+};
+
+template <class Right>
 class TileProduct {
  public:
-  // a: [m][lda], of which k are used; weights: groups of [k / 2][32][2].
-  TileProduct(const Bf16* a, ptrdiff_t lda, const Bf16* weights, int k)
-      : a_(a), lda_(lda), weights_(weights), k_(k), whole_(k / kTileDepth * kTileDepth) {}
+  // a: [m][lda], of which k are used; weights: as `Right` has them.
+  TileProduct(const Bf16* a, ptrdiff_t lda, const void* weights, int k)
+      : a_(a), lda_(lda), right_(weights, k), k_(k), whole_(k / kTileDepth * kTileDepth) {}
 
   // As `each_tile`, in which blocks of fewer rows are given to `done`.
   template <class Done>
@@ -79,15 +122,11 @@ class TileProduct {
   }
 
   void find(int group, int rows) {
-    right_ = weights_ + ptrdiff_t(group) * k_ * kGroup;
-    passes_ = (rows + kTilesRows - 1) / kTilesRows;
-    // What comes next in memory: with one pass it is waited for, with several there is time.
-    next_ = reinterpret_cast<const char*>(right_) + (passes_ == 1 ? kAhead : k_ * ptrdiff_t(kLine));
+    right_.find(group, (rows + kTilesRows - 1) / kTilesRows);
     if (whole_ == k_) return;
     // The last tiles are filled up with zeros.
     std::memset(static_cast<void*>(right_rest_), 0, sizeof right_rest_);
-    std::memcpy(static_cast<void*>(right_rest_), right_ + ptrdiff_t(whole_) * kGroup,
-                size_t(k_ - whole_) * kGroup * sizeof(Bf16));
+    right_.rest(whole_, right_rest_);
   }
 
   template <bool Two, class Finished>
@@ -98,16 +137,9 @@ class TileProduct {
       tiles_.zero<2>();
       tiles_.zero<3>();
     }
-    const int lines = (kTileDepth + passes_ - 1) / passes_;
     const int each = kTilesRows * kTileDepth / std::max(whole_, 1) + 1;
     for (int at = 0; at < whole_; at += kTileDepth) {
-      if (passes_ == 1) {
-        BATON_UNROLL for (int line = 0; line < kTileDepth; ++line) prefetch(next_ + line * kLine);
-      } else {
-        for (int line = 0; line < lines; ++line) prefetch_far(next_ + line * kLine);
-      }
-      next_ += lines * kLine;
-      step<Two>(left + at, lda_, right_ + ptrdiff_t(at) * kGroup);
+      step<Two>(left + at, lda_, right_.step(at));
       finished.take(each);
     }
     if (whole_ < k_) {
@@ -144,11 +176,8 @@ class TileProduct {
 
   const Bf16* a_;
   ptrdiff_t lda_;
-  const Bf16* weights_;
+  Right right_;
   int k_, whole_;  // of k what fills tiles
-  const Bf16* right_ = nullptr;
-  const char* next_ = nullptr;
-  int passes_ = 1;  // of this group
   Tiles tiles_;
   alignas(64) Bf16 left_rest_[kTilesRows * kTileDepth];
   alignas(64) Bf16 right_rest_[kTileDepth * kGroup];
