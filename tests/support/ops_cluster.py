@@ -45,6 +45,8 @@ class OpsCluster:
             **kept,
             "PYTHONPATH": path,
             "BATON_ENGINE_KIND": "fake",
+            # Most tests are about hand-overs; by default the router may do without.
+            "BATON_CLUSTER_MODE": "split",
             "BATON_ARENA_SIZE_MB": "8",
             "BATON_LIMITS_DRAIN_MS": "2000",
             "BATON_CLUSTER_RUN_DIR": str(self.run_dir),

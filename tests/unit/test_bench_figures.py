@@ -187,9 +187,11 @@ def test_only_limits_that_are_not_the_defaults_are_shown() -> None:
     changed = {**usual, "arena_mib": 7, "router": {**usual["router"], "placement": "round-robin"}}
     other = result(limits=changed)
     shown = dict(report.conditions(one))["limits"]
-    assert shown == "mode split, others as by default"
+    assert shown == "mode adaptive, others as by default"
     shown = dict(report.conditions(other))["limits"]
-    assert shown == ("mode split, arena_mib 7, router.placement round-robin, others as by default")
+    assert shown == (
+        "mode adaptive, arena_mib 7, router.placement round-robin, others as by default"
+    )
     _, differing = report.compare(one, other)
     assert differing.rows == (
         ("limits.arena_mib", str(usual["arena_mib"]), "7"),

@@ -95,7 +95,10 @@ def test_a_wrong_setting_is_one_line_and_exit_code_78(
 
 @pytest.mark.parametrize(
     ("arguments", "option"),
-    [(["up", "--decode", "0"], "--decode"), (["up", "--prefill", "0"], "--prefill")],
+    [
+        (["up", "--decode", "0"], "--decode"),
+        (["up", "--mode", "split", "--prefill", "0"], "--prefill"),
+    ],
 )
 def test_a_wrong_option_is_named_as_it_was_typed(
     arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]

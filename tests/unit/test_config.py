@@ -23,7 +23,7 @@ def test_defaults_without_file_or_environment() -> None:
     """Without a file and variables every setting has its default and says so."""
     config = load(None, {})
     assert (config.cluster.mode, config.gateway.port, config.limits.lease_ttl_ms) == (
-        "split",
+        "adaptive",
         8000,
         2000,
     )
@@ -51,7 +51,7 @@ def test_file_then_environment(tmp_path: Path) -> None:
         ('[gateway]\nport = "8000"\n', ['port = "8000"', "a whole number"]),
         ("[gateway]\nport = true\n", ["port = true", "a whole number"]),
         ('[cluster]\nmode = "both"\n', ['mode = "both"', '"adaptive", "colocated", "split"']),
-        ("[cluster]\nprefill = 0\n", ["prefill = 0", "split mode"]),
+        ('[cluster]\nmode = "split"\nprefill = 0\n', ["prefill = 0", "split mode"]),
         ("[cluster]\nprefill = -1\n", ["prefill = -1", "from 0 to 256"]),
         ("[arena]\nblock_size = 17\n", ["block_size = 17", "one of 8, 16, 32, 64"]),
         ("[limits]\nlease_ttl_ms = 0\n", ["lease_ttl_ms = 0", "a whole number >= 1"]),
@@ -220,4 +220,5 @@ def test_adaptive_mode_has_prefill_processes_and_an_slo() -> None:
     assert slo is not None and (slo.ttft_s, slo.itl_s, slo.refuse) == (2.0, 0.04, True)
     alone = load(None, {**environ, "BATON_CLUSTER_PREFILL": "0"})
     assert "prefill-0" not in [name for _, name in worker_ids(alone)]
-    assert load(None, {}).adaptive_slo() is None
+    for mode in ("split", "colocated"):
+        assert load(None, {"BATON_CLUSTER_MODE": mode}).adaptive_slo() is None

@@ -11,6 +11,8 @@ from baton.runtime import cores
 from baton.runtime.config import ConfigError, load
 from baton.runtime.cores import Placement, cgroup_cores, plan_cores
 
+SPLIT = {"BATON_CLUSTER_MODE": "split"}
+
 
 @pytest.fixture(autouse=True)
 def flat_topology(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -26,7 +28,7 @@ def test_one_core_pins_nothing() -> None:
 
 def test_two_cores_give_decode_its_own() -> None:
     """With two cores decode has one to itself; everything else shares prefill's."""
-    plan = plan_cores(load(None, {}), {0, 1}, math.inf)
+    plan = plan_cores(load(None, SPLIT), {0, 1}, math.inf)
     assert plan.workers == {
         "router-0": Placement((0,), 1),
         "decode-0": Placement((1,), 1),
@@ -38,7 +40,7 @@ def test_two_cores_give_decode_its_own() -> None:
 
 def test_many_cores_are_shared_out() -> None:
     """Workers of a role have disjoint cores and a thread for each of them."""
-    config = load(None, {"BATON_CLUSTER_PREFILL": "2", "BATON_CLUSTER_DECODE": "3"})
+    config = load(None, {**SPLIT, "BATON_CLUSTER_PREFILL": "2", "BATON_CLUSTER_DECODE": "3"})
     plan = plan_cores(config, range(8), math.inf)
     assert plan.workers["prefill-0"] == Placement((0, 1), 2)
     assert plan.workers["prefill-1"] == Placement((2, 3), 2)
@@ -48,7 +50,7 @@ def test_many_cores_are_shared_out() -> None:
 
 def test_more_workers_than_cores() -> None:
     """Workers that must share cores get one thread each."""
-    plan = plan_cores(load(None, {"BATON_CLUSTER_DECODE": "4"}), {0, 1}, math.inf)
+    plan = plan_cores(load(None, {**SPLIT, "BATON_CLUSTER_DECODE": "4"}), {0, 1}, math.inf)
     assert [plan.workers[f"decode-{n}"] for n in range(4)] == [Placement((1,), 1)] * 4
 
 
@@ -107,7 +109,7 @@ def test_quota_limits_threads(quota: float, threads: int) -> None:
 
 def test_named_cores(tmp_path: Path) -> None:
     """Cores named in the settings are used; one that is not available is an error."""
-    config = load(None, {"BATON_CORES_DECODE": "0", "BATON_ENGINE_THREADS": "3"})
+    config = load(None, {**SPLIT, "BATON_CORES_DECODE": "0", "BATON_ENGINE_THREADS": "3"})
     plan = plan_cores(config, {0, 1, 2}, math.inf)
     assert plan.workers["decode-0"] == Placement((0,), 3)
     assert plan.workers["prefill-0"].cores == (1, 2)

@@ -1,7 +1,8 @@
 """Whether `baton bench` sees what an independent client sees: `vllm bench serve`, on one cluster.
 
 Decides the method. Both put the same closed loop on the same running cluster, in turn, round after
-round, another one first each time; prompts are random and never the same twice. Figures are the
+round, another one first each time. Prompts come from one generator and are never the same twice,
+but for the other client's first one, which it asks before it begins to measure. Figures are the
 medians of the rounds. Both count from the first sending to the last answer's end, and both take an
 ITL between two events of a stream. Both go before who computes on their core.
 """
@@ -21,11 +22,11 @@ import orjson
 from baton.bench.cluster import BenchCluster, BenchError, bench_cluster
 from baton.bench.figures import table
 from baton.bench.load.arrivals import Arrivals
-from baton.bench.load.asking import AskPlan, PromptForm
+from baton.bench.load.asking import AskPlan, Conversation, PromptForm
 from baton.bench.load.baton_target import conditions_of
 from baton.bench.load.generator import LoadPlan
 from baton.bench.load.running import RunPlan, Target, run_blocking
-from baton.bench.load.workload import WorkloadPlan
+from baton.bench.load.workload import Workload, WorkloadPlan
 from baton.runtime.config import load
 from baton.runtime.dirs import cache_dir
 from baton.runtime.model import model_folder
@@ -48,8 +49,10 @@ class Load:
 
 
 #: The fake engine paces its steps by the clock, so that a busy machine blurs less. Its tokens are
-#: bytes: the prompt must fit one chunk, however its words are counted.
+#: bytes: a prompt of so many words fits one chunk.
 PACED = Load(prompt_tokens=24, streams=4)
+#: The other client sends text: both have it tokenized.
+ASK = AskPlan(form=PromptForm.TEXT)
 #: Of one run of the other client: its start takes half a minute.
 PATIENCE_S = 900.0
 
@@ -66,7 +69,7 @@ def measure(*, rounds: int, requests: int) -> dict[str, object]:
     paced = load(None, os.environ).engine.kind == "fake"
     wanted = replace(PACED if paced else Load(), requests=requests)
     found: dict[str, list[dict[str, float]]] = {"baton bench": [], "vllm bench serve": []}
-    with bench_cluster() as cluster:
+    with bench_cluster(BATON_CLUSTER_MODE="split") as cluster:
         _ours(cluster, replace(wanted, requests=4), salt=0)
         for number in range(rounds):
             salt = int.from_bytes(os.urandom(6))
@@ -89,9 +92,7 @@ def _ours(cluster: BenchCluster, wanted: Load, salt: int) -> dict[str, float]:
                 roots=(cluster.supervisor_pid(),),
                 told=told,
             ),
-            workload=WorkloadPlan(
-                prompt_tokens=wanted.prompt_tokens, output_tokens=wanted.output_tokens, salt=salt
-            ),
+            workload=_workload(wanted, salt),
             load=LoadPlan(
                 kind=Arrivals.CLOSED,
                 concurrency=wanted.streams,
@@ -99,8 +100,7 @@ def _ours(cluster: BenchCluster, wanted: Load, salt: int) -> dict[str, float]:
                 duration_s=3_600.0,
                 requests=wanted.requests,
             ),
-            # The other client sends text: both have it tokenized.
-            ask=AskPlan(form=PromptForm.TEXT),
+            ask=ASK,
             slos=(),
             quiet=True,
         )
@@ -127,20 +127,41 @@ def _ours(cluster: BenchCluster, wanted: Load, salt: int) -> dict[str, float]:
     }
 
 
+def _workload(wanted: Load, salt: int) -> WorkloadPlan:
+    return WorkloadPlan(
+        prompt_tokens=wanted.prompt_tokens, output_tokens=wanted.output_tokens, salt=salt
+    )
+
+
+def _prompts(wanted: Load, salt: int) -> list[str]:
+    """Return what `baton bench` would ask with this salt."""
+    asked = Workload(_workload(wanted, salt), Arrivals.CLOSED, None).sessions()
+    bodies = (
+        Conversation(ASK).body(next(asked).turns[0].new_ids, wanted.output_tokens, wants_ids=False)
+        for _ in range(wanted.requests)
+    )
+    return [orjson.loads(body)["prompt"] for body in bodies]
+
+
 def _vllm(cluster: BenchCluster, wanted: Load, salt: int, program: Path) -> dict[str, float]:
     config = load(None, cluster.environ)
     model = model_folder(config, cache_dir(config))
     with tempfile.TemporaryDirectory(prefix="agreement-") as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        # Another salt: what one client has asked is in the cache.
+        asked = _prompts(wanted, salt + 1)
+        prompts.write_bytes(b"".join(orjson.dumps({"prompt": each}) + b"\n" for each in asked))
         command = [
             *(str(program), "bench", "serve", "--backend", "openai", "--model", cluster.model),
             *("--host", "127.0.0.1", "--port", str(cluster.port), "--tokenizer", str(model)),
-            *("--dataset-name", "random", "--random-input-len", str(wanted.prompt_tokens)),
-            *("--random-output-len", str(wanted.output_tokens), "--ignore-eos"),
+            *("--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template"),
+            *("--disable-shuffle", "--custom-output-len", str(wanted.output_tokens)),
+            "--ignore-eos",
             *("--num-prompts", str(wanted.requests), "--max-concurrency", str(wanted.streams)),
             *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99"),
             *("--seed", str(salt % 2**31), "--temperature", "0", "--disable-tqdm"),
-            # Its first question would be asked twice, and be found cached then.
-            *("--ready-check-timeout-sec", "0"),
+            # Ours is warm too: what a first request has to load is no time of the server's.
+            *("--ready-check-timeout-sec", "0", "--num-warmups", str(wanted.streams)),
             *("--save-result", "--result-dir", folder, "--result-filename", "result.json"),
         ]
         unwanted = ("BATON_", "PYTHONPATH")
@@ -197,7 +218,7 @@ def page(result: Mapping[str, object]) -> str:
     return (
         f"{table(header, rows)}\n\n"
         f"{asked['streams']} requests at once, {asked['requests']} a round and client, prompts of "
-        f"{asked['prompt_tokens']} words or tokens, {asked['output_tokens']} tokens each; median "
+        f"{asked['prompt_tokens']} words, {asked['output_tokens']} tokens each; median "
         f"(least - most) of {len(ours)} rounds, the clients in turn on one running cluster. Times "
         "in ms. Cores used: by `baton bench` itself "
         f"{median(each['client cores'] for each in ours):.3f}, by others meanwhile "

@@ -20,7 +20,11 @@ LEASE_OPS = ("AcquireLease", "RenewLease", "ReleaseLease")
 
 def measure(*, requests: int) -> dict[str, object]:
     """Return CPU and ledger calls of requests with 2 and with 64 output tokens."""
-    settings = {"BATON_ENGINE_KIND": "fake", "BATON_ARENA_SIZE_MB": "64"}
+    settings = {
+        "BATON_CLUSTER_MODE": "split",
+        "BATON_ENGINE_KIND": "fake",
+        "BATON_ARENA_SIZE_MB": "64",
+    }
     with bench_cluster(**settings) as cluster, streams(cluster) as asked:
         _requests(asked, 10, tokens=2, seed=1)
         idle = _idle(cluster)

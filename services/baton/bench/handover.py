@@ -17,7 +17,7 @@ LENGTHS = (100, 500, 1000, 2000, 4000)
 
 def measure(*, repeats: int, lengths: tuple[int, ...] = LENGTHS) -> dict[str, object]:
     """Return the hand-over times by length, with decode idle and with 4 streams decoding."""
-    with bench_cluster() as cluster, streams(cluster) as asked:
+    with bench_cluster(BATON_CLUSTER_MODE="split") as cluster, streams(cluster) as asked:
         asked.complete(random_prompt(64, 1), 4)
         idle = {str(n): _series(cluster, asked, n, repeats, seed=n) for n in lengths}
         background = asked.background(4, prompt_tokens=64, max_tokens=200, seed=7_000_000)

@@ -42,7 +42,8 @@ def measure(*, repeats: int, lengths: tuple[int, ...] = LENGTHS) -> dict[str, ob
     result: dict[str, object] = {"repeats": repeats}
     for way in WAYS:
         decodes = "1" if way == "take_over" else "2"
-        with bench_cluster(BATON_CLUSTER_DECODE=decodes) as cluster, streams(cluster) as asked:
+        settings = {"BATON_CLUSTER_MODE": "split", "BATON_CLUSTER_DECODE": decodes}
+        with bench_cluster(**settings) as cluster, streams(cluster) as asked:
             asked.complete(random_prompt(64, 1), 4)
             result[way] = {str(n): _series(cluster, asked, way, n, repeats) for n in lengths}
     return result

@@ -26,6 +26,7 @@ from baton.bench.streams import Streams, streams
 TTFT_S, ITL_S = 1.0, 0.1
 CHUNK_MS, STEP_MS, PLACES = 80, 40, 6
 SETTINGS = {
+    "BATON_CLUSTER_MODE": "split",
     "BATON_ENGINE_KIND": "fake",
     "BATON_CLUSTER_PREFILL": "2",
     "BATON_CLUSTER_DECODE": "2",

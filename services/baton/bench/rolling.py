@@ -71,7 +71,7 @@ class Arrivals:
 
 def measure(*, capacity_s: float, calm_s: float) -> dict[str, object]:
     """Return what clients saw before and during a rolling restart of 1 prefill and 1 decode."""
-    with bench_cluster() as cluster, streams(cluster) as asked:
+    with bench_cluster(BATON_CLUSTER_MODE="split") as cluster, streams(cluster) as asked:
         asked.complete(random_prompt(64, 1), 4)
         capacity = _capacity(asked, capacity_s)
         arrivals = Arrivals(asked, LOAD * capacity, seed=4_000_000)

@@ -23,7 +23,7 @@ NAMES = {
 
 def measure(*, repeats: int) -> dict[str, object]:
     """Return seconds of checksums and of first tokens, by prompt length; nothing else runs."""
-    with bench_cluster() as cluster, streams(cluster) as asked:
+    with bench_cluster(BATON_CLUSTER_MODE="split") as cluster, streams(cluster) as asked:
         asked.complete(random_prompt(64, 1), 4)
         return {str(tokens): _series(cluster, asked, tokens, repeats) for tokens in LENGTHS}
 

@@ -34,9 +34,9 @@ class ClusterConfig(Section, frozen=True):
     """Name of this cluster, for people: small letters, digits and dashes, at most 32."""
     run_dir: str = ""
     """Directory of sockets and logs, mode 0700. Empty: below `$XDG_RUNTIME_DIR` or `/tmp`."""
-    mode: Literal["split", "adaptive", "colocated"] = "split"
-    """`split`: prefill workers compute the prompts; `colocated`: decode workers do; `adaptive`:
-    whoever keeps the SLOs, decided for each request."""
+    mode: Literal["split", "adaptive", "colocated"] = "adaptive"
+    """`adaptive`: whoever keeps the SLOs computes a prompt, decided for each request; `split`: prefill
+    workers do; `colocated`: decode workers do."""
     prefill: Count = 1
     """Prefill processes (none are started in colocated mode)."""
     decode: Positive = 1
