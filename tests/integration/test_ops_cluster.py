@@ -215,6 +215,7 @@ def test_colocated_mode_and_a_long_path_with_spaces(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "baton.toml").write_text('[cluster]\nmode = "colocated"\n')
     with ops_cluster() as cluster:
+        del cluster.environ["BATON_CLUSTER_MODE"]
         cluster.cwd = folder
         cluster.up()
         picture = cluster.status()

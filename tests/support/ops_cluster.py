@@ -45,8 +45,6 @@ class OpsCluster:
             **kept,
             "PYTHONPATH": path,
             "BATON_ENGINE_KIND": "fake",
-            # Most tests are about hand-overs; by default the router may do without.
-            "BATON_CLUSTER_MODE": "split",
             "BATON_ARENA_SIZE_MB": "8",
             "BATON_LIMITS_DRAIN_MS": "2000",
             "BATON_CLUSTER_RUN_DIR": str(self.run_dir),
@@ -163,7 +161,9 @@ def ops_cluster(**environ: str) -> Iterator[OpsCluster]:
     with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp") as folder:
         # The last part of the name tells the arenas of two clusters apart.
         place = Path(folder) / f"r-{os.urandom(4).hex()}"
-        cluster = OpsCluster(place, free_port("127.0.0.1"), dict(environ))
+        # Most tests are about hand-overs; by default the router may do without.
+        settings = {"BATON_CLUSTER_MODE": "split", **environ}
+        cluster = OpsCluster(place, free_port("127.0.0.1"), settings)
         try:
             yield cluster
         finally:

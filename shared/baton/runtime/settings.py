@@ -35,8 +35,8 @@ class ClusterConfig(Section, frozen=True):
     run_dir: str = ""
     """Directory of sockets and logs, mode 0700. Empty: below `$XDG_RUNTIME_DIR` or `/tmp`."""
     mode: Literal["split", "adaptive", "colocated"] = "adaptive"
-    """`adaptive`: whoever keeps the SLOs computes a prompt, decided for each request; `split`: prefill
-    workers do; `colocated`: decode workers do."""
+    """Who computes a prompt. `adaptive`: whoever keeps the SLOs, decided for each request; `split`:
+    prefill workers; `colocated`: decode workers."""
     prefill: Count = 1
     """Prefill processes (none are started in colocated mode)."""
     decode: Positive = 1
