@@ -303,3 +303,25 @@ def test_an_abort_ends_a_closed_loop_with_what_there_is() -> None:
         assert all(each.answer and each.answer.ok for each in first)
 
     asyncio.run(with_server(serve, use))
+
+
+def test_a_closed_loop_without_warm_up_counts_its_first_requests() -> None:
+    """Nothing is asked before the window: it would count nowhere and take the window's time."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                await read_request(reader)
+            except asyncio.IncompleteReadError:
+                return
+            writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
+
+    async def use(client: Client) -> None:
+        plan = load(Arrivals.CLOSED, duration_s=60.0, requests=3, concurrency=2)
+        generator = Generator(client, AskPlan(), plan)
+        sessions = repeat(Session(1, 0.0, (Turn([1], 2),)))
+        measured = await generator.run(sessions, lambda: None, lambda: None)
+        assert len(measured.asked) == 3
+        assert all(each.due_at >= measured.began_at for each in measured.asked)
+
+    asyncio.run(with_server(serve, use))

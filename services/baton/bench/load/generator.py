@@ -130,7 +130,9 @@ class Generator:
         tasks: set[asyncio.Task[Any]] = set()
         try:
             if plan.kind is Arrivals.CLOSED:
-                clients = [self._one_after_the_other(sessions) for _ in range(plan.concurrency)]
+                clients = [
+                    self._one_after_the_other(sessions, started_at) for _ in range(plan.concurrency)
+                ]
                 tasks = {self._loop.create_task(each) for each in clients}
                 await self._stop.wait()
             else:
@@ -181,7 +183,9 @@ class Generator:
                 return
             tasks.add(self._loop.create_task(self._converse(session, due_at)))
 
-    async def _one_after_the_other(self, sessions: Iterator[Session]) -> None:
+    async def _one_after_the_other(self, sessions: Iterator[Session], begin_at: float) -> None:
+        # What is asked before the run has begun would count nowhere, and take its time.
+        await self._sleep_until(begin_at)
         while not self._stop.is_set():
             if not await self._converse(next(sessions), monotonic()):
                 # A server that is away must not be asked ten thousand times a second.
