@@ -2,8 +2,8 @@
 
 Decides the method. Both put the same closed loop on the same running cluster, in turn, round after
 round, another one first each time. Prompts come from one generator and are never the same twice,
-but for the other client's first one, which it asks before it begins to measure. Figures are the
-medians of the rounds. Both count from the first sending to the last answer's end, and both take an
+but for each client's first one: the other client warms up with it, so ours asks it before as well.
+Figures are the medians of the rounds. Both count from the first sending to the last answer's end, and both take an
 ITL between two events of a stream. Both go before who computes on their core.
 """
 
@@ -70,16 +70,21 @@ def measure(*, rounds: int, requests: int) -> dict[str, object]:
     wanted = replace(PACED if paced else Load(), requests=requests)
     found: dict[str, list[dict[str, float]]] = {"baton bench": [], "vllm bench serve": []}
     with bench_cluster(BATON_CLUSTER_MODE="split") as cluster:
-        _ours(cluster, replace(wanted, requests=4), salt=0)
+        _ours(cluster, replace(wanted, requests=4), 0)
         for number in range(rounds):
             salt = int.from_bytes(os.urandom(6))
             turns = [
-                ("baton bench", lambda salt=salt: _ours(cluster, wanted, salt)),
+                ("baton bench", lambda salt=salt: _ours_warm(cluster, wanted, salt)),
                 ("vllm bench serve", lambda salt=salt: _vllm(cluster, wanted, salt, program)),
             ]
             for name, run in turns if number % 2 == 0 else reversed(turns):
                 found[name].append(run())
     return {"load": asdict(wanted), "rounds": found}
+
+
+def _ours_warm(cluster: BenchCluster, wanted: Load, salt: int) -> dict[str, float]:
+    _ours(cluster, replace(wanted, requests=1, streams=1), salt)
+    return _ours(cluster, wanted, salt)
 
 
 def _ours(cluster: BenchCluster, wanted: Load, salt: int) -> dict[str, float]:
