@@ -3,8 +3,8 @@
 Decides the method. Both put the same closed loop on the same running cluster, in turn, round after
 round, another one first each time. Prompts come from one generator and are never the same twice,
 but for each client's first one: the other client warms up with it, so ours asks it before as well.
-Figures are the medians of the rounds. Both count from the first sending to the last answer's end, and both take an
-ITL between two events of a stream. Both go before who computes on their core.
+Figures are the medians of the rounds. Both count from the first sending to the last answer's end,
+and both take an ITL between two events of a stream. Both go before who computes on their core.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Load:
 
 #: The fake engine paces its steps by the clock, so that a busy machine blurs less. Its tokens are
 #: bytes: a prompt of so many words fits one chunk.
-PACED = Load(prompt_tokens=24, streams=4)
+PACED = Load(prompt_tokens=24, output_tokens=32)
 #: The other client sends text: both have it tokenized.
 ASK = AskPlan(form=PromptForm.TEXT)
 #: Of one run of the other client: its start takes half a minute.
