@@ -19,8 +19,9 @@ from baton.cli.client import Delta, GatewayClient
 from baton.engine.build import build_engine
 from baton.engine.info import read_info, resolve_dtype
 from baton.engine.kernels import choose_kernels
+from baton.engine.prepare_kernels import prepare_kernels
 from support.cluster_client import complete, metric
-from support.engine_compiled import library_of
+from support.engine_compiled import LEVELS, library_of
 from support.engine_fixtures import model_dir  # noqa: F401 - a fixture
 from support.engine_steps import Arena, Sequel, ids_of
 from support.ops_cluster import OpsCluster, ops_cluster, wait_until
@@ -83,7 +84,7 @@ def _alone(folder: Path, weights: str, prompts: list[list[int]]) -> list[list[in
         cache_dir=library_of().path.parent.parent,
         weights=weights,
     )
-    assert kernels.name.endswith(f"-{weights}")
+    assert kernels.name.endswith(f"-{weights}") is (weights != "full")
     engine = build_engine(folder, dtype=dtype, block_size=BLOCK, threads=1, kernels=kernels)
     answers = []
     for prompt in prompts:
@@ -114,6 +115,18 @@ def test_answers_are_the_engines_own(cluster: OpsCluster, folder: Path, weights:
     )
     text = "".join(piece.text for piece in pieces if isinstance(piece, Delta))
     assert any(river in text for river in RIVERS), text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(LEVELS[0].name != "amxbf16", reason="this CPU has no AMX for bfloat16")
+def test_with_tile_registers_four_bits_say_what_full_weights_say(folder: Path) -> None:
+    """The model's own file has 4 bits: of them its bfloat16 weights are made, bit for bit."""
+    prompts = [p["prompt"] for p in PROMPTS["prompts"] if len(p["prompt"]) <= 300]
+    assert len(prompts) > 20
+    for weights in ("int4", "full"):
+        cache = library_of().path.parent.parent
+        prepare_kernels(folder, "bfloat16", cache, "compiled", print, weights=weights)
+    assert _alone(folder, "int4", prompts) == _alone(folder, "full", prompts)
 
 
 def _requests(topic: str, words: int) -> list[dict[str, Any]]:
