@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.bench.agreement import NAMES, page
+from baton.bench.agreement import NAMES, Load, _prompts, page
 
 
 def told(**changed: float) -> dict[str, float]:
@@ -32,3 +32,12 @@ def test_throughput_may_differ_by_three_percent_and_latency_by_five() -> None:
     found = rows([told(**far)] * 3, theirs)
     assert found["output tokens/s"] == "3%: NO"
     assert found["TTFT p50"] == found["ITL p99"] == "5%: NO"
+
+
+def test_the_other_client_is_given_what_ours_asks() -> None:
+    """As many words, none asked twice, another salt other ones; one salt the same ones again."""
+    wanted = Load(prompt_tokens=24, requests=50)
+    asked, others = _prompts(wanted, 1), _prompts(wanted, 2)
+    assert asked == _prompts(wanted, 1)
+    assert len({*asked, *others}) == 100
+    assert {len(each.split()) for each in asked} == {24}

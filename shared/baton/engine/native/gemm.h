@@ -107,7 +107,7 @@ void product(const Weights<T>& w, const Act<T>* a, ptrdiff_t lda, int m, Next&& 
   if (!next(first, last)) return;
   const auto quantised = [&](auto codes) {
 #if defined(__AMX_BF16__)
-    if constexpr (std::is_same_v<T, Bf16>) {
+    if constexpr (kCodesRounded<T>) {
       TileProduct<SlabRight<decltype(codes)>> of(a, lda, w.data, w.k);
       do of.run(m, first, last, w.bias, done);
       while (next(first, last));
