@@ -148,6 +148,20 @@ def _ready(cluster: OpsCluster) -> bool:
 
 
 @pytest.mark.slow
+def test_by_default_the_default_model_has_four_bits(folder: Path) -> None:
+    """They lose nothing of it, which `up` finds out; `status` tells what serves."""
+    with ops_cluster(**_settings(folder, "auto")) as cluster:
+        made = cluster.baton("up", "--wait", "120", timeout_s=150)
+        assert made.returncode == 0, made.stdout + made.stderr
+        assert "int4 loses nothing of them" in made.stdout, made.stdout
+        assert all("-int4 " in kernels for kernels in cluster.status()["kernels"]["running"])
+        (prompt,) = [p["prompt"] for p in PROMPTS["prompts"][:1]]
+        fields = {"max_tokens": TOKENS, "ignore_eos": True}
+        said = complete(cluster.port, "m", prompt, **fields).ids
+        assert [said] == _alone(folder, "int4", [prompt])
+
+
+@pytest.mark.slow
 def test_decode_dies_and_the_text_is_the_same(cluster: OpsCluster) -> None:
     """Its successor takes its memory over; greedy and sampled answers are the undisturbed ones."""
     wait_until(lambda: _ready(cluster), 30, "ready")

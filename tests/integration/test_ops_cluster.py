@@ -77,7 +77,7 @@ def test_settings_that_differ_from_those_of_the_start_are_told_not_taken(
         done = shared_cluster.baton(*command, BATON_ENGINE_WEIGHTS="int4")
         assert done.returncode == code
         assert 'engine.weights = "int4"' in done.stderr
-        assert 'it runs with "full"' in done.stderr
+        assert 'it runs with "auto"' in done.stderr
     more = shared_cluster.baton("up", "--decode", "3")
     assert more.returncode == 1
     assert "cluster.decode = 3 (--decode; it runs with 1)" in more.stderr

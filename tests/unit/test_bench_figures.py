@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench.load import reckoning, report
+from baton.bench.load import baton_target, reckoning, report
 from baton.bench.load.answer import Answer
 from baton.bench.load.baton_target import conditions_of, usual_limits
 from baton.bench.load.generator import Asked
@@ -26,7 +26,9 @@ from baton.bench.load.results import (
 from baton.bench.load.running import Target, cost
 from baton.bench.load.search import highest_rate
 from baton.bench.load.server import Metrics, kinds, server_figures
+from baton.engine.kernels import TORCH
 from baton.runtime.config import load
+from baton.runtime.model import ServedModel
 from support.bench_results import answered, conditions, figures, measured, result
 
 
@@ -213,6 +215,19 @@ def test_the_form_of_the_weights_is_a_condition() -> None:
     for weights in ("full", "int8", "int4"):
         environ = {"BATON_ENGINE_WEIGHTS": weights, "BATON_MODEL_DTYPE": "bfloat16"}
         assert conditions_of(load(None, environ))["dtype"] == f"bfloat16, weights {weights}"
+
+
+def test_what_auto_stands_for_is_a_condition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told for the prepared model; what is not prepared stands for nothing yet."""
+    environ = {"BATON_MODEL_DTYPE": "bfloat16", "BATON_MODEL_CACHE_DIR": str(tmp_path)}
+    config = load(None, environ)
+    assert conditions_of(config)["dtype"] == "bfloat16, weights auto"
+    kernels = replace(TORCH, weights="int4")
+    served = ServedModel(tmp_path, *(None,) * 3, kernels, "m")  # type: ignore[arg-type]
+    monkeypatch.setattr(baton_target, "served_model", lambda *_: served)
+    assert conditions_of(config)["dtype"] == "bfloat16, weights auto (int4)"
 
 
 def test_the_highest_rate_is_found_by_bisection() -> None:

@@ -163,7 +163,7 @@ def test_only_what_is_said_now_and_differs_is_a_difference(tmp_path: Path) -> No
     assert settings_file.differences(load(None, without), started) == []
     environ |= {"BATON_ENGINE_WEIGHTS": "int4", "BATON_GATEWAY_API_KEYS": "new"}
     assert settings_file.differences(load(None, environ), started) == [
-        'engine.weights = "int4" (env:BATON_ENGINE_WEIGHTS; it runs with "full")',
+        'engine.weights = "int4" (env:BATON_ENGINE_WEIGHTS; it runs with "auto")',
         "gateway.api_keys = (1 set) (env:BATON_GATEWAY_API_KEYS; it runs with (1 set))",
     ]
 

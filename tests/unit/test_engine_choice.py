@@ -15,12 +15,10 @@ import torch
 
 from baton.engine import pack as packing
 from baton.engine.build import build_engine
-from baton.engine.info import INFO_FILE, ModelNotPrepared
+from baton.engine.info import ModelNotPrepared
 from baton.engine.kernels import (
     TORCH,
-    KernelChoice,
     KernelsMissing,
-    choose_kernels,
     device_kernels,
     to_try_again,
 )
@@ -28,39 +26,16 @@ from baton.engine.native import binding
 from baton.engine.pack import pack
 from baton.engine.packed import PackedSpec, find_packed, packed_path, read_spec, write_packed
 from baton.engine.prepare_kernels import prepare_kernels
-from baton.ports.engine import ModelInfo
 from support.engine_compiled import LEVELS, library_of, step_engine
-from support.engine_models import VOCAB, tiny_info, tiny_model
+from support.engine_folders import BEST, chosen, folder_of, link_library
+from support.engine_models import VOCAB
 from support.engine_steps import Arena, Sequel, assert_nan_costs_no_other_row, child_env, ids_of
-
-BEST = LEVELS[0]
-
-
-def folder_of(path: Path, family: str = "llama", **changes: Any) -> ModelInfo:
-    """Write a tiny model as a prepared folder; ``changes`` are of its configuration."""
-    model: Any = tiny_model(family, attention="eager")
-    for name, value in changes.items():
-        setattr(model.config, name, value)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # biases and norms: new ones are all 0 or 1, which hides much
-            parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
-    model.save_pretrained(path)
-    info = msgspec.structs.replace(tiny_info(model), digest=family.ljust(64, "0"))
-    (path / INFO_FILE).write_bytes(msgspec.json.encode(info))
-    return info
-
-
-def chosen(path: Path, info: ModelInfo, setting: str = "auto", **changes: Any) -> KernelChoice:
-    given: dict[str, Any] = {"dtype": "float32", "block_size": 16, "cache_dir": path}
-    return choose_kernels(setting, path, info, **{**given, **changes})
 
 
 @pytest.fixture
 def compiled(tmp_path: Path) -> Path:
     """A cache in which the best level's library lies already."""
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / f"{binding.name_of(BEST)}.so").symlink_to(library_of(BEST).path)
-    return tmp_path
+    return link_library(tmp_path)
 
 
 def test_from_plain_torch_to_the_compiled_step(tmp_path: Path, compiled: Path) -> None:

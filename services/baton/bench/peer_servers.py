@@ -66,7 +66,7 @@ def make_files(llama: Path | None) -> PeerFiles:
     folder = cache / "peers" / "model"
     folder.mkdir(parents=True, exist_ok=True)
     targets = {name: prepared / name for name in _MODEL_FILES}
-    targets["model.safetensors"] = prepared / "model.bfloat16.safetensors"
+    targets["model.safetensors"] = _bfloat16(prepared)
     for name, target in targets.items():
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(target)
@@ -86,6 +86,16 @@ def make_files(llama: Path | None) -> PeerFiles:
         subprocess.run(command, check=True, capture_output=True)
         fresh.replace(bf16)
     return PeerFiles(folder, q4_1, bf16)
+
+
+def _bfloat16(prepared: Path) -> Path:
+    """Return the weights in bfloat16, which Baton itself may not have needed so far."""
+    path = prepared / "model.bfloat16.safetensors"
+    if not path.is_file():
+        from baton.engine.load import load_model
+
+        load_model(prepared, "bfloat16")
+    return path
 
 
 class Server(ABC):

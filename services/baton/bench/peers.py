@@ -168,7 +168,7 @@ def _servers(
     files = make_files(llama)
     servers: list[Server] = [
         Baton(scratch, "baton", {}),
-        Baton(scratch, "baton-int4", {"BATON_ENGINE_WEIGHTS": "int4"}),
+        Baton(scratch, "baton-full-weights", {"BATON_ENGINE_WEIGHTS": "full"}),
     ]
     left_out: dict[str, str] = {}
     if llama is None:

@@ -19,7 +19,7 @@ from baton.engine.info import (
     cpu_flags,
 )
 from baton.engine.native import binding
-from baton.engine.packed import STEP_ARCHITECTURES, find_packed, packed_path
+from baton.engine.packed import AUTO, STEP_ARCHITECTURES, find_packed, packed_path
 from baton.ports.engine import ModelInfo
 
 _LANES = 16
@@ -45,6 +45,8 @@ class KernelChoice:
     """The compiled library; ``None``: plain torch."""
     packed: Path | None = None
     """Packed weights: the whole step is compiled."""
+    weights: str = "full"
+    """Their kind: ``full``, ``int8`` or ``int4``."""
     note: str = ""
     """Why nothing faster is used; empty: there is nothing."""
     missing: bool = False
@@ -101,7 +103,8 @@ def choose_kernels(
         dtype: ``float32`` or ``bfloat16``.
         block_size: tokens a block.
         cache_dir: where compiled libraries are kept.
-        weights: ``full``, or ``int8`` or ``int4``, which only the compiled step knows.
+        weights: ``full``; ``int8`` or ``int4``, which only the compiled step knows; ``auto``: what
+            was found to lose nothing of this model when it was packed.
 
     Raises:
         KernelsMissing: the setting wants compiled kernels, or the weights the compiled step, and
@@ -116,7 +119,7 @@ def choose_kernels(
         cache_dir=cache_dir,
         weights=weights,
     )
-    if weights != "full" and choice.packed is None:
+    if weights not in ("full", AUTO) and choice.packed is None:
         raise KernelsMissing(f"engine.weights = {weights!r} needs the compiled step: {choice.note}")
     return choice
 
@@ -192,9 +195,10 @@ def _with_step(
     """Return the compiled step, if the model's weights are packed for it."""
     packed = find_packed(model_dir, dtype, info, weights)
     if packed is not None and not packed.refused:
-        path = packed_path(model_dir, dtype, weights)
-        kind = "" if weights == "full" else f"-{weights}"
-        return replace(choice, name=f"step-{choice.name}{kind}", packed=path)
+        path = packed_path(model_dir, dtype, packed.weights)
+        kind = "" if packed.weights == "full" else f"-{packed.weights}"
+        name = f"step-{choice.name}{kind}"
+        return replace(choice, name=name, packed=path, weights=packed.weights)
     missing = packed is None and info.architecture in STEP_ARCHITECTURES
     if packed is not None:
         # Other kernels, of which this one's sources are a part of the name, may agree.

@@ -75,6 +75,17 @@ def load_model(model_dir: Path, dtype: str, *, keep: bool = True, attention: str
     return model.eval().requires_grad_(False)
 
 
+def stored_dtype(model_dir: Path) -> str:
+    """Return the dtype of the weights file, in which loading copies nothing.
+
+    Raises:
+        ModelNotPrepared: weights are missing or broken.
+    """
+    stored = _read(model_dir / WEIGHTS_FILE)
+    dtypes = {value.dtype for value in stored.values() if value.is_floating_point()}
+    return str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
+
+
 def empty_model(config: PretrainedConfig, dtype: str, attention: str = NAME) -> Any:
     """Return the modules with parameters on the meta device and buffers computed.
 

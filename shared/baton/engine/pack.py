@@ -8,7 +8,8 @@ compute the same tokens, and the logits must agree. Of other models the file kee
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,19 @@ from numpy.typing import NDArray
 from baton.core.sampling import SamplingParams
 from baton.engine.info import ModelRefused, layout_of
 from baton.engine.llama_engine import LlamaEngine
-from baton.engine.load import held_lock, load_model
+from baton.engine.load import held_lock, load_model, stored_dtype
 from baton.engine.native.abi import GROUP, GROUP_HEADS_MAX, K_STEP, Library
 from baton.engine.packed import (
+    AUTO,
     STEP_ARCHITECTURES,
     LayerSpec,
     PackedSpec,
     find_packed,
     packed_path,
+    settle_auto,
     write_packed,
 )
-from baton.engine.quantize import Quantized, head_kind, packed_slabs, quantize
+from baton.engine.quantize import BITS, Quantized, head_kind, loses_nothing, packed_slabs, quantize
 from baton.ports.engine import ModelInfo, Row, SampleSpec
 
 _LANES = 16
@@ -56,7 +59,7 @@ def pack(
     path = packed_path(model_dir, dtype, weights)
     with held_lock(model_dir / ".pack.lock"):
         found = find_packed(model_dir, dtype, info, weights)
-        if found is not None and (not found.refused or found.refused_by == library.stem):
+        if found is not None and _stands(found, library):
             return found
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
@@ -70,6 +73,58 @@ def pack(
         found = find_packed(model_dir, dtype, info, weights)
         assert found is not None
         return found
+
+
+def pack_fewest(
+    model_dir: Path, info: ModelInfo, dtype: str, library: Path, say: Callable[[str], None]
+) -> PackedSpec:
+    """Write the packed weights that ``auto`` stands for, unless that is settled.
+
+    These are the fewest bits that lose nothing of this model (:func:`fewest_bits`). A step that is
+    refused with codes may be right with full weights, so those are tried then.
+    """
+    found = find_packed(model_dir, dtype, info, AUTO)
+    if found is not None and _stands(found, library):
+        return found
+    weights = fewest_bits(load_model(model_dir, stored_dtype(model_dir), keep=False), dtype)
+    if weights != "full":
+        say(f"{weights} loses nothing of them")
+    packed = pack(model_dir, info, dtype, library, weights)
+    if packed.refused and weights != "full":
+        say(f"but not {weights}: {packed.refused}")
+        weights = "full"
+        packed = pack(model_dir, info, dtype, library, weights)
+    settle_auto(model_dir, dtype, weights)
+    return packed
+
+
+@torch.inference_mode()
+def fewest_bits(model: Any, dtype: str) -> str:
+    """Return the kind of weights of fewest bits that stand for ``model``'s own, in ``dtype``.
+
+    Every matrix is looked at, as long as none differs: a model that never had codes is refused by
+    its first one. ``full``: there is no such kind.
+    """
+    wanted = getattr(torch, dtype)
+    for kind in sorted(BITS, key=lambda kind: BITS[kind]):
+        matrices = ((module, kind) for layer in model.model.layers for module in _linears(layer))
+        heads = ((model.lm_head, head_kind(kind)),)
+        if all(loses_nothing(part.weight, of, wanted) for part, of in chain(matrices, heads)):
+            return kind
+    return "full"
+
+
+def _linears(layer: Any) -> tuple[Any, ...]:
+    attention, feed = layer.self_attn, layer.mlp
+    return (
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(feed.gate_proj, feed.up_proj, feed.down_proj),
+    )
+
+
+def _stands(found: PackedSpec, library: Path) -> bool:
+    """Whether what was packed, or these very kernels' refusal to, need not be looked at again."""
+    return not found.refused or found.refused_by == library.stem
 
 
 def _write_checked(

@@ -25,6 +25,8 @@ from baton.ports.engine import ModelInfo
 #: Raise when packing changes: files of another version are made anew.
 VERSION = 1
 ALIGN = 4096
+#: The setting that leaves the kind of weights to the model (see ``baton.engine.pack``).
+AUTO = "auto"
 _HEAD = struct.Struct("<8sII")
 _MAGIC = b"batonpk\0"
 
@@ -79,7 +81,7 @@ class PackedSpec(msgspec.Struct, frozen=True):
 
 
 def packed_path(model_dir: Path, dtype: str, weights: str = "full") -> Path:
-    """Return where a model's packed weights lie."""
+    """Return where a model's packed weights lie; those of ``auto`` link to one of the others."""
     kind = "" if weights == "full" else f".{weights}"
     return model_dir / f"packed-{VERSION}.{dtype}{kind}.bin"
 
@@ -93,6 +95,15 @@ def find_packed(
     except (OSError, ModelNotPrepared):
         return None
     return spec if spec.model == info.digest else None
+
+
+def settle_auto(model_dir: Path, dtype: str, weights: str) -> None:
+    """Make ``auto`` mean ``weights`` for this model from now on; whole or not at all."""
+    path = packed_path(model_dir, dtype, AUTO)
+    fresh = path.with_suffix(f".{os.getpid()}.part")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(packed_path(model_dir, dtype, weights).name)
+    fresh.replace(path)
 
 
 def write_packed(path: Path, spec: PackedSpec, tensors: Mapping[str, NDArray[Any]]) -> None:

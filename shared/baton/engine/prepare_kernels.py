@@ -16,7 +16,7 @@ from baton.engine.info import read_info
 from baton.engine.kernels import levels_for
 from baton.engine.native import binding
 from baton.engine.native.binding import BuildFailed, Level
-from baton.engine.packed import STEP_ARCHITECTURES
+from baton.engine.packed import AUTO, STEP_ARCHITECTURES
 
 
 def prepare_kernels(
@@ -36,7 +36,7 @@ def prepare_kernels(
         cache_dir: where compiled libraries are kept.
         setting: of ``engine.kernels``; the best of its levels that the compiler knows is made.
         say: told what goes on.
-        weights: of ``engine.weights``.
+        weights: of ``engine.weights``; of ``auto`` it is found here what it means for the model.
 
     Raises:
         BuildFailed: there is no compiler, or it failed.
@@ -48,12 +48,15 @@ def prepare_kernels(
             building.result()
             return
         # Loading torch takes as long as the compiler.
-        from baton.engine.pack import pack
+        from baton.engine.pack import pack, pack_fewest
 
         library = building.result()
-    kind = dtype if weights == "full" else f"{weights}, {dtype}"
+    kind = dtype if weights in ("full", AUTO) else f"{weights}, {dtype}"
     say(f"packing the weights of {info.name} in {kind}")
-    packed = pack(model_dir, info, dtype, library, weights)
+    if weights == AUTO:
+        packed = pack_fewest(model_dir, info, dtype, library, say)
+    else:
+        packed = pack(model_dir, info, dtype, library, weights)
     if packed.refused:
         say(f"the compiled step is not for {info.name}: {packed.refused}")
 

@@ -64,6 +64,15 @@ def quantize(weight: torch.Tensor, kind: str) -> Quantized:
     return Quantized(_codes(lined - least.float(), scale, 0, 15), scale, least)
 
 
+def loses_nothing(weight: torch.Tensor, kind: str, dtype: torch.dtype) -> bool:
+    """Whether the codes of ``kind`` stand for the very numbers that ``weight`` has in ``dtype``."""
+    try:
+        found = quantize(weight, kind).weight()
+    except ModelRefused:
+        return False
+    return torch.equal(found.to(dtype), weight.to(dtype))
+
+
 def _codes(lined: torch.Tensor, scale: torch.Tensor, low: int, high: int) -> torch.Tensor:
     # A scale of 0: all elements are alike, and no code matters.
     wide = torch.where(scale == 0, torch.ones_like(scale), scale).float()

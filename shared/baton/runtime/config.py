@@ -344,13 +344,14 @@ def _check_device(config: Config) -> None:
     engine = config.engine
     if engine.device == "cpu":
         return
-    for key, value, allowed_value in (
-        ("kind", engine.kind, "torch"),
-        ("kernels", engine.kernels, "auto"),
-        ("weights", engine.weights, "full"),
+    for key, value, allowed in (
+        ("kind", engine.kind, ("torch",)),
+        ("kernels", engine.kernels, ("auto",)),
+        ("weights", engine.weights, ("auto", "full")),
     ):
-        if value != allowed_value:
-            text = f'engine.device = "{engine.device}" allows "{allowed_value}" only'
+        if value not in allowed:
+            names = " or ".join(f'"{name}"' for name in allowed)
+            text = f'engine.device = "{engine.device}" allows {names} only'
             _contradiction(config, f"engine.{key}", text)
 
 

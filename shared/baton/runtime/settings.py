@@ -73,10 +73,11 @@ class EngineConfig(Section, frozen=True):
     ] = "auto"
     """`auto`: compiled ones where they are there; `compiled`: those or none; `torch`: plain torch;
     or one level of the compiled ones, for hosts with different CPUs that work together."""
-    weights: Literal["full", "int8", "int4"] = "full"
+    weights: Literal["auto", "full", "int8", "int4"] = "auto"
     """`full`: of the model's dtype; `int8`, `int4`: matrices are packed in 8 or 4 bits (the head in
     8), which takes a model that the compiled step knows. A token reads less memory, so decode is
-    faster; how much, and what it costs in quality, stands in benchmarks/engine.md."""
+    faster; how much, and what it costs in quality, stands in benchmarks/engine.md. `auto`: the
+    fewest bits in which every one of the model's numbers is kept, or else `full`."""
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Compute threads a worker. 0: its share of the cores."""
     device: Literal["cpu", "cuda", "memfd"] = "cpu"

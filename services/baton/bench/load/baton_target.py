@@ -5,12 +5,15 @@ Decides which settings are conditions: all that change what is computed, where, 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from baton.engine.info import resolve_dtype
+from baton.engine.info import ModelNotPrepared, resolve_dtype
+from baton.engine.packed import AUTO
 from baton.runtime.config import load
+from baton.runtime.model import served_model
 from baton.runtime.settings import Config
 
 
@@ -19,9 +22,21 @@ def conditions_of(config: Config) -> dict[str, Any]:
 
     How many workers do what is not settled by settings: its metrics tell (``server.workers``).
     """
-    dtype = f"{resolve_dtype(config.model.dtype)}, weights {config.engine.weights}"
+    dtype = f"{resolve_dtype(config.model.dtype)}, weights {_weights(config)}"
     fake = config.engine.kind == "fake"
     return {"dtype": "none: the fake engine" if fake else dtype, "limits": limits_of(config)}
+
+
+def _weights(config: Config) -> str:
+    """Return their kind, and of ``auto`` what it stands for here."""
+    setting = config.engine.weights
+    if setting != AUTO or config.engine.kind == "fake":
+        return setting
+    try:
+        kernels = served_model(config, Path(config.cluster.run_dir)).kernels
+    except ModelNotPrepared:
+        return setting
+    return f"{setting} ({kernels.weights})"
 
 
 def limits_of(config: Config) -> dict[str, Any]:
