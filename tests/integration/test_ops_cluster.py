@@ -278,10 +278,11 @@ def test_a_supervisor_killed_while_all_start_leaves_no_process(moment_s: float) 
         wait_until(lambda: record.exists() or up.poll() is not None, 20.0, "supervisor started")
         supervisor = cluster.supervisor()
         threading.Event().wait(moment_s)
+        ready = up.poll() is not None  # a quick machine: the last moment is after the start
         supervisor.send(signal.SIGKILL)
         _, error = up.communicate(timeout=60)
-        assert up.returncode == 1
-        assert "supervisor ended" in error
+        assert up.returncode == (0 if ready else 1)
+        assert ready or "supervisor ended" in error
         assert cluster.left_behind() == []
 
 
