@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from pathlib import Path
 
 import pytest
 
 from baton.bench.asker import Prompts, first_at
+from baton.bench.cluster import BenchError
 from baton.bench.figures import gaps_within
 from baton.bench.load.answer import Answer
 from baton.bench.peer_figures import (
@@ -16,6 +19,7 @@ from baton.bench.peer_figures import (
     tokens_per_piece,
     waited,
 )
+from baton.bench.peer_servers import Llama, llama_version
 from baton.bench.peers import page
 
 
@@ -113,3 +117,28 @@ def test_a_first_token_without_text_came_with_the_end() -> None:
     silent.ended_at = spoken.ended_at = 4.0
     assert first_at(silent) == 4.0
     assert first_at(spoken) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("does", "how"), [("kill -9 $$", "signal SIGKILL"), ("exit 3", "status 3")]
+)
+def test_a_peer_that_ends_while_it_starts_is_not_waited_for(
+    tmp_path: Path, does: str, how: str
+) -> None:
+    """What left it out is told with its last words."""
+    program = tmp_path / "llama-server"
+    program.write_text(f"#!/bin/sh\necho too bad\n{does}\n")
+    program.chmod(0o755)
+    server = Llama(tmp_path, tmp_path, "broken", tmp_path / "none.gguf")
+    try:
+        with pytest.raises(BenchError, match=f"broken ended with {how} .*too bad"):
+            asyncio.run(server.start(Prompts(0)))
+    finally:
+        server.stop()
+
+
+def test_a_version_is_found_beside_other_lines() -> None:
+    """Newer programs log before they tell it."""
+    assert llama_version("version: 1 (a)\nbuilt with GNU 12\n") == "1 (a), built with GNU 12"
+    assert llama_version("0.0 I srv init: ...\nversion: 2\n\nbuilt with X") == "2, built with X"
+    assert llama_version("") == "unknown"

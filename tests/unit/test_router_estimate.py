@@ -111,6 +111,45 @@ def test_what_streams_lose_is_counted() -> None:
     assert Estimator(Slo(5.0, 0.005)).local(decode, Speed(steep, steep), need, ahead=4).stalled == 0
 
 
+def test_the_chance_of_a_step_that_is_too_long() -> None:
+    """One in a hundred takes `spread` times as long: that is what a step at the planned length
+    risks; one that is expected at the bound is too long; far below it there is nothing to fear."""
+    slo = Slo(2.0, 0.1)
+    for spread in (1.1, 1.5, 4.0):
+        planned = slo.step_s(0.01, spread)
+        assert slo.risk(planned, spread) == pytest.approx(0.01)
+        assert slo.risk(0.085, spread) == slo.risk(0.2, spread) == 1.0
+        steps = [planned * part for part in (0.3, 0.6, 1.0, 1.1, 2.0)]
+        chances = [slo.risk(step, spread) for step in steps]
+        assert chances == sorted(chances) and chances[1] < 0.003
+    assert slo.risk(0.0, 1.1) == pytest.approx(0.0, abs=1e-15)
+
+
+def test_each_step_of_a_prompt_risks_each_stream() -> None:
+    """Four chunks of planned length beside four streams: one in a hundred each; it costs as much as
+    the time that a lost first token may take. Streams that are lost or that nothing can save risk
+    nothing, and so does a prompt that goes elsewhere."""
+    estimator = Estimator(Slo(2.0, 0.0505))
+    decode = view(D, Role.DECODE, running=4, context_tokens=1_200)
+    need = Need(tokens=256, cached=0, waited_s=0.0)
+    found = estimator.local(decode, SPEED, need, ahead=4)
+    steps = -(-256 // estimator.local_chunk(decode, SPEED, 128))
+    chance = estimator.slo.risk(found.step_s, 1.1)
+    assert 0.0001 < chance <= 0.01
+    assert found.risked == pytest.approx(4 * (1 - (1 - chance) ** steps))
+    plain = found.ttft_s + 0.25 * found.delay_s
+    assert found.cost_s == pytest.approx(plain + 2.0 * found.risked)
+    assert (", risks " in found.words()) is (found.risked >= 0.05)
+    steep = StepCurve((1, 8, 64), (8_000, 9_000, 80_000))
+    for itl_s in (0.015, 0.005):
+        lost = Estimator(Slo(5.0, itl_s)).local(decode, Speed(steep, steep), need, ahead=4)
+        assert lost.risked == 0.0
+    prefill = view(P, Role.PREFILL)
+    remote = estimator.remote(decode, prefill, (SPEED, SPEED), need, ahead=4, promised=0)
+    assert remote.risked == 0.0
+    assert remote.cost_s == pytest.approx(remote.ttft_s + 0.25 * remote.delay_s)
+
+
 def test_who_is_on_its_way_will_meet_the_steps_too() -> None:
     """Chunks are those that decode will choose beside it; where even one block is too long it is
     lost as well. A prompt that decode computes itself joins nobody."""

@@ -113,6 +113,7 @@ class Server(ABC):
         self.model = "peer"
         self.mark = uuid.uuid4().hex
         self.sessions: set[int] = set()
+        self._spawned: list[subprocess.Popen[bytes]] = []
         self.running = False
         self.start_s = 0.0
 
@@ -123,13 +124,14 @@ class Server(ABC):
         """Start it and wait for its first token; ``start_s`` is how long that took.
 
         Raises:
-            BenchError: there was none within a long while.
+            BenchError: there was none within a long while, or a process of it ended.
         """
         began = time.monotonic()
         self.running = True
         self.launch()
         deadline = began + _READY_S
         while True:
+            self._check_spawned()
             asker = Asker(self.port, self.model)
             try:
                 await asker.ask_all([prompts.fresh(16)], 1, _READY_S)
@@ -146,6 +148,18 @@ class Server(ABC):
     def launch(self) -> None:
         """Start the processes."""
 
+    def _check_spawned(self) -> None:
+        for process in self._spawned:
+            if code := process.poll():
+                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+                last = self._log().read_text(errors="replace").strip().splitlines()[-1:]
+                raise BenchError(
+                    f"{self.name} ended with {how} while it started; last line: {last}"
+                )
+
+    def _log(self) -> Path:
+        return self.scratch / f"{self.name}.log"
+
     def settle(self) -> None:  # noqa: B027 (most servers need no repair)
         """Repair from outside what would make the comparison unfair, after the first requests."""
 
@@ -161,6 +175,7 @@ class Server(ABC):
         """End it; nothing of it is left afterwards."""
         peer_processes.end(self.mark, self.sessions)
         self.sessions.clear()
+        self._spawned.clear()
         self.running = False
 
     def pids(self) -> list[int]:
@@ -176,8 +191,7 @@ class Server(ABC):
     ) -> int:
         """Start one process of it in the background; return its pid."""
         given = {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "PYTHONPATH"))}
-        log = self.scratch / f"{self.name}.log"
-        with log.open("ab") as out:
+        with self._log().open("ab") as out:
             process = subprocess.Popen(
                 list(command),
                 env={**given, **extra, peer_processes.MARK: self.mark},
@@ -188,6 +202,7 @@ class Server(ABC):
                 cwd=self.scratch,
             )
         self.sessions.add(process.pid)
+        self._spawned.append(process)
         if cores is not None:
             os.sched_setaffinity(process.pid, cores)
         return process.pid
@@ -392,6 +407,13 @@ def programs(variable: str, *names: str) -> Path | None:
     return None
 
 
+def llama_version(text: str) -> str:
+    """Return version and compiler out of what ``llama-server --version`` says among more."""
+    lines = [line.strip() for line in text.splitlines()]
+    told = [line for line in lines if line.startswith(("version:", "built with"))]
+    return ", ".join(line.removeprefix("version:").strip() for line in told) or "unknown"
+
+
 def versions(llama: Path | None, vllm: Path | None) -> dict[str, str]:
     """Return the peers' versions, as far as they tell them."""
     found: dict[str, str] = {}
@@ -399,8 +421,7 @@ def versions(llama: Path | None, vllm: Path | None) -> dict[str, str]:
         done = subprocess.run(
             [str(llama / "llama-server"), "--version"], capture_output=True, text=True, check=False
         )
-        text = (done.stdout + done.stderr).strip().splitlines()
-        found["llama.cpp"] = ", ".join(line.removeprefix("version: ") for line in text[:2])
+        found["llama.cpp"] = llama_version(done.stdout + done.stderr)
     if vllm is not None:
         libraries = [str(path) for path in vllm.parent.glob("lib/python*/site-packages")]
         for package in distributions(path=libraries):

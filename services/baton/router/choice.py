@@ -1,9 +1,10 @@
 """Which way a request goes, of all that there are: each decode worker, with each prefill worker
 that can write there, or without.
 
-Decides by estimates: the way that loses the fewest good requests, then the one that costs the least
-time, its own and that of streams that run. A way may be worth waiting for; what waits here has cost
-nothing yet.
+Decides by estimates: the way that loses the fewest good requests, then the one that costs least:
+its own time, that of streams that run, and the chance of losing them, each of which counts as much
+as all of the time that a first token may take. A way may be worth waiting for; what waits here has
+cost nothing yet.
 """
 
 from __future__ import annotations

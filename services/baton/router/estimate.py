@@ -73,15 +73,16 @@ class Estimate:
     """Running streams whose tokens would come too far apart while the prompt is computed."""
     crowded: int
     """Running streams whose tokens would come too far apart because there is one more."""
+    risked: float
+    """Running streams that some step, longer than usual, will make such while the prompt is
+    computed: so many on average."""
+    cost_s: float
+    """What its own time, that of others and what is risked come to."""
 
     @property
     def lost(self) -> int:
         """Requests that would not be good any more."""
         return self.late + self.stalled + self.crowded
-
-    @property
-    def cost_s(self) -> float:
-        return self.ttft_s + DELAY_WEIGHT * self.delay_s
 
     @property
     def kind(self) -> str:
@@ -95,6 +96,8 @@ class Estimate:
         text = f"{who} {self.ttft_s * 1e3:.0f} ms"
         if self.delay_s >= 0.001:
             text += f", delays others by {self.delay_s * 1e3:.0f} ms"
+        if self.risked >= 0.05:
+            text += f", risks {self.risked:.1f}"
         if self.lost:
             text += f", loses {self.lost}"
         return text if self.ready else f"{text}, once there is room"
@@ -204,6 +207,8 @@ class Estimator:
         borne = self.slo.keeps(step, curve.spread) and not self.slo.broken(
             speed.alone.seconds(rows + once, context, pairs)
         )
+        streams = 0 if self.slo.broken(calm) else rows + view.joining
+        kept = (1 - self.slo.risk(step, curve.spread)) ** steps
         return self._estimate(
             view,
             None,
@@ -212,7 +217,8 @@ class Estimator:
             raw_s=raw,
             step_s=step,
             delay_s=rows * max(0.0, step - calm) * steps,
-            stalled=0 if borne or self.slo.broken(calm) else rows + view.joining,
+            stalled=0 if borne else streams,
+            risked=streams * (1 - kept) if borne else 0.0,
             ready=queued == 0 or (queued_s < AHEAD_S and queued < ahead * status.chunk_tokens),
         )
 
@@ -267,6 +273,7 @@ class Estimator:
             step_s=speed.alone.seconds(rows + 1, context + need.tokens),
             delay_s=rows * slower * own_s,
             stalled=0,
+            risked=0.0,
             ready=jobs < ahead and (jobs < 2 or queued_s < AHEAD_S),
         )
 
@@ -289,6 +296,7 @@ class Estimator:
         step_s: float,
         delay_s: float,
         stalled: int,
+        risked: float,
         ready: bool,
     ) -> Estimate:
         slo, status, curve = self.slo, view.status, speed.alone
@@ -310,4 +318,6 @@ class Estimator:
             late=ttft_s > slo.ttft_s,
             stalled=stalled,
             crowded=crowded,
+            risked=risked,
+            cost_s=ttft_s + DELAY_WEIGHT * delay_s + slo.ttft_s * risked,
         )

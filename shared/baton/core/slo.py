@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 #: So much of a gap may be a step; the rest is for the way to the client, which is uneven too.
 PATH = 0.85
+#: Of so many steps of a kind one takes longer than the *spread* says: so many times its usual time.
+#: A request is as bad as its longest gap, and a prompt is computed in many steps.
+ONE_OF = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,13 @@ class Slo:
         long: it is the longest gap that counts, and some steps take ``spread`` times as long. A
         little more than is planned is let pass."""
         return step_s <= PATH * 1.125 / spread * self.itl_s
+
+    def risk(self, step_s: float, spread: float) -> float:
+        """Return the chance that a step which is expected to take so long takes longer than streams
+        bear. One in ``ONE_OF`` takes ``spread`` times as long, and of longer ones there are fewer
+        by the same factor each time that this much is added."""
+        room = PATH * self.itl_s / step_s - 1 if step_s > 0 else float("inf")
+        return min(1.0, ONE_OF ** -min(room / (spread - 1), 10.0))
 
     def broken(self, calm_s: float) -> bool:
         """Return whether streams break the second by themselves, beyond doubt, if their steps

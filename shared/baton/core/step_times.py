@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.core.slo import Slo
+from baton.core.slo import ONE_OF, Slo
 
 #: Cells are half octaves: 1, 2, 3, 4-5, 6-7, 8-11, 12-15 ... tokens; the last one is open.
 CELLS = 26
@@ -31,9 +31,7 @@ MEMORY = 16
 #: A step that took longer than so many times its cell's mean counts as that much: the machine was
 #: busy with something else.
 OUTLIER = 3.0
-#: Of so many steps of a kind one takes longer than the *spread* says: so many times its usual time.
-#: A request is as bad as its longest gap, and a prompt is computed in many steps.
-ONE_OF = 100
+#: Steps that tell the spread.
 RATIOS = 200
 #: What is taken for the spread until that many steps are known, and its bounds.
 SPREAD_UNKNOWN, SPREAD_LEAST, SPREAD_MOST = 1.1, 1.1, 10.0
