@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import pow
 
 #: So much of a gap may be a step; the rest is for the way to the client, which is uneven too.
 PATH = 0.85
@@ -31,7 +32,7 @@ class Slo:
         bear. One in ``ONE_OF`` takes ``spread`` times as long, and of longer ones there are fewer
         by the same factor each time that this much is added."""
         room = PATH * self.itl_s / step_s - 1 if step_s > 0 else float("inf")
-        return min(1.0, ONE_OF ** -min(room / (spread - 1), 10.0))
+        return min(1.0, pow(ONE_OF, -min(room / (spread - 1), 10.0)))
 
     def broken(self, calm_s: float) -> bool:
         """Return whether streams break the second by themselves, beyond doubt, if their steps
