@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -11,6 +12,7 @@ from baton.engine import pack as packing
 from baton.engine.build import build_engine
 from baton.engine.load import WEIGHTS_FILE, load_model, stored_dtype
 from baton.engine.native import binding
+from baton.engine.packed import find_packed, packed_path, write_packed
 from baton.engine.prepare_kernels import prepare_kernels
 from support.engine_folders import BEST, chosen, folder_of, link_library, of_codes
 
@@ -87,7 +89,8 @@ def test_weights_stored_in_half_precision_are_looked_at_as_they_are(tmp_path: Pa
 def test_auto_goes_back_to_full_weights_where_the_step_is_refused_with_codes(
     tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reason is said, and the model is served as if it had never had codes."""
+    """The reason is said, and the model is served as if it had never had codes; these kernels are
+    not asked again, others are."""
     info = of_codes(tmp_path, "int4")
     monkeypatch.setattr(packing, "_TOLERANCE_CODES", {"float32": 0.0})
     said: list[str] = []
@@ -96,3 +99,12 @@ def test_auto_goes_back_to_full_weights_where_the_step_is_refused_with_codes(
     assert said[-1].startswith("but not int4: the compiled step differs from the modules by")
     choice = chosen(tmp_path, info, weights="auto")
     assert (choice.name, choice.weights) == (f"step-{binding.name_of(BEST)}", "full")
+    monkeypatch.undo()
+    prepare_kernels(tmp_path, "float32", compiled, "auto", said.append, weights="auto")
+    assert chosen(tmp_path, info, weights="auto") == choice
+    refused = find_packed(tmp_path, "float32", info, "int4")
+    assert refused is not None and refused.refused_by == binding.name_of(BEST)
+    older = msgspec.structs.replace(refused, refused_by="older")
+    write_packed(packed_path(tmp_path, "float32", "int4"), older, {})
+    prepare_kernels(tmp_path, "float32", compiled, "auto", said.append, weights="auto")
+    assert chosen(tmp_path, info, weights="auto").weights == "int4"

@@ -97,7 +97,7 @@ class Estimate:
         if self.delay_s >= 0.001:
             text += f", delays others by {self.delay_s * 1e3:.0f} ms"
         if self.risked >= 0.05:
-            text += f", risks {self.risked:.1f}"
+            text += f", risks {self.risked:.1f} others"
         if self.lost:
             text += f", loses {self.lost}"
         return text if self.ready else f"{text}, once there is room"

@@ -81,10 +81,14 @@ def pack_fewest(
     """Write the packed weights that ``auto`` stands for, unless that is settled.
 
     These are the fewest bits that lose nothing of this model (:func:`fewest_bits`). A step that is
-    refused with codes may be right with full weights, so those are tried then.
+    refused with codes may be right with full weights, so those are tried then; other kernels are
+    asked for codes again.
     """
     found = find_packed(model_dir, dtype, info, AUTO)
-    if found is not None and _stands(found, library):
+    codes = (find_packed(model_dir, dtype, info, kind) for kind in BITS)
+    if found is not None and all(
+        spec is None or _stands(spec, library) for spec in (found, *codes)
+    ):
         return found
     weights = fewest_bits(load_model(model_dir, stored_dtype(model_dir), keep=False), dtype)
     if weights != "full":
